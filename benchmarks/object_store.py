@@ -267,21 +267,21 @@ def _compared(place: str, url: str, folder: Path, ranks: int, parallel: int, rou
 @contextmanager
 def _counted() -> Iterator[list[int]]:
     """Notes the bytes of each range that a loader in this process fetches."""
-    from vlmdata.storage import ranges
+    from vlmdata.storage import download
 
     sizes: list[int] = []
-    read = ranges.read_ranges
+    read = download.read_ranges
 
     def noting(*arguments: Any) -> list[bytes]:
         found = read(*arguments)
         sizes.extend(map(len, found))
         return found
 
-    ranges.read_ranges = noting  # type: ignore[assignment]
+    download.read_ranges = noting  # type: ignore[assignment]
     try:
         yield sizes
     finally:
-        ranges.read_ranges = read
+        download.read_ranges = read
 
 
 if __name__ == "__main__":

@@ -10,23 +10,14 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class OptionHelp:
-    """Declares a field as an option: ``max_length: Annotated[int, OptionHelp("Largest number …", "Text")] = 8192``.
+    """Declares a field as an option: ``max_length: Annotated[int, OptionHelp("Largest number …", "Text")] = 8192``."""
 
-    Attributes:
-        help: What it does, in Markdown.
-        panel: Its heading on the help page; None for options without one.
-        name: Its name on the command line; None for the field's.
-        flags: Its flags; by default the name.
-        metavar: Stands for its value on the help page; None for the type.
-        shown_default: Stands for the default on the help page; True for the value, False for nothing.
-    """
-
-    help: str
-    panel: str | None = None
-    name: str | None = None
-    flags: tuple[str, ...] = ()
-    metavar: str | None = None
-    shown_default: str | bool = True
+    help: str  # what it does, in Markdown
+    panel: str | None = None  # its heading on the help page; None for options without one
+    name: str | None = None  # its name on the command line; None for the field's
+    flags: tuple[str, ...] = ()  # its flags; by default the name
+    metavar: str | None = None  # stands for its value on the help page; None for the type
+    shown_default: str | bool = True  # stands for the default on the help page; True for the value, False for nothing
 
 
 #: Options under the headings of the help page.
@@ -38,19 +29,12 @@ run_option = partial(OptionHelp, panel="Run")
 
 @dataclass(frozen=True)
 class DeclaredOption:
-    """An option of a dataclass, or of a dataclass in it.
+    """An option of a dataclass, or of a dataclass in it."""
 
-    Attributes:
-        name: Its name on the command line.
-        kind: Type of its values.
-        default: Its default.
-        option: Its declaration.
-    """
-
-    name: str
-    kind: Any
-    default: Any
-    option: OptionHelp
+    name: str  # its name on the command line
+    kind: Any  # type of its values
+    default: Any  # its default
+    option: OptionHelp  # its declaration
 
     @property
     def flags(self) -> tuple[str, ...]:

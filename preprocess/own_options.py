@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter, signature
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vlmdata.errors import VlmdataError
 from vlmdata.registry import Registry, problem_of
@@ -24,19 +24,12 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class OwnOption:
-    """A declared option, for help and messages.
+    """A declared option, for help and messages."""
 
-    Attributes:
-        name: The field's name.
-        type: Its type in words: ``text``, ``donut or json``.
-        default: Default value, as on the command line; None if required.
-        meaning: Description, from ``Annotated[type, meaning]``.
-    """
-
-    name: str
-    type: str
-    default: str | None
-    meaning: str
+    name: str  # the field's name
+    type: str  # its type in words: ``text``, ``donut or json``
+    default: str | None  # default value, as on the command line; None if required
+    meaning: str  # description, from ``Annotated[type, meaning]``
 
     def __str__(self) -> str:
         default = "required" if self.default is None else f"default {self.default!r}"
@@ -64,7 +57,7 @@ def make_own(registry: Registry[Any], name: str, given: Mapping[str, Any], parts
     except VlmdataError:
         raise
     except Exception as error:  # the constructor is the user's
-        raise registry.error(f"{where}: its constructor failed: {problem_of(error)}") from error
+        raise registry.error(f"{where}: its constructor failed: {problem_of(error, str(made.__module__))}") from error
 
 
 def constructor_takes(registry: Registry[Any], name: str, parts: Iterable[str]) -> frozenset[str]:
@@ -106,27 +99,18 @@ def describe_options(registry: Registry[Any], names: Iterable[str] | None = None
 
 def declared_options(options: type) -> list[OwnOption]:
     """Returns the fields of an options dataclass, in order."""
-    hints = get_type_hints(options, include_extras=True)
-    return [
-        OwnOption(
-            name=field.name,
-            type=_in_words(_bare(hints[field.name])),
-            default=_default(field),
-            meaning=_meaning(hints[field.name]),
-        )
-        for field in dataclasses.fields(options)
-    ]
+    types, hints = get_type_hints(options), get_type_hints(options, include_extras=True)
+    found = []
+    for field in dataclasses.fields(options):
+        meaning = next((each for each in getattr(hints[field.name], "__metadata__", ()) if isinstance(each, str)), "")
+        found.append(OwnOption(field.name, _in_words(types[field.name]), _default(field), meaning))
+    return found
 
 
 def make_options(registry: Registry[Any], name: str, given: Mapping[str, Any]) -> Any:
     """Creates an instance of the ``Options`` of a recipe or engine.
 
-    Its fields may be str, bool, int, float, an Enum, a Literal, a tuple of these, or None.
-
-    Args:
-        registry: Finds the recipe or engine.
-        name: Its name.
-        given: Options by name; text is converted to the field's type.
+    Its fields may be str, bool, int, float, an Enum, a Literal, a tuple of these, or None. Text is converted to them.
 
     Raises:
         SourceError: If an option is unknown or missing, or a value has the wrong type.
@@ -196,15 +180,6 @@ def _converted(kind: Any, value: Any) -> Any:
     if kind is int and not isinstance(value, str) and (isinstance(value, bool) or made != value):
         raise ValueError
     return made
-
-
-def _bare(kind: Any) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _meaning(kind: Any) -> str:
-    remarks = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
-    return next((remark for remark in remarks if isinstance(remark, str)), "")
 
 
 def _in_words(kind: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,16 +16,17 @@ from hypothesis import strategies as st
 import vlmdata
 from preprocess.config import ImageConfig
 from preprocess.recode.run import recode_dataset
+from preprocess.shards.fingerprints import source_fingerprint
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
 from tests.loader.rows import chat_rows
 from tests.preprocess.extend_pages import write_named_file
 from vlmdata import registry
-from vlmdata.errors import DatasetFormatError, UsageError
+from vlmdata.errors import DatasetFormatError, SourceError, UsageError
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families import Family
 from vlmdata.format.manifest import Manifest
-from vlmdata.media.codecs import REGISTRY, codec
+from vlmdata.media.codecs import REGISTRY, codec, libraries_of
 from vlmdata.verify.dataset import verify_dataset
 
 OPTIONS = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard": 6}
@@ -180,6 +182,51 @@ def test_what_is_no_codec_is_refused(tmp_path: Path, text: str, wrong: str) -> N
         REGISTRY.find(f"{tmp_path / 'own.py'}:CODEC")
 
 
+@pytest.mark.parametrize(
+    ("returned", "wrong"),
+    [
+        ("{'zlib': 1 / 0}", r"codec zlib: its `libraries` failed: ZeroDivisionError: .* \(own\.py, line \d+\)\."),
+        ("None", r"codec zlib: its `libraries` returned None; it must return versions as text by name"),
+        ("{'zlib': 1.3}", r"returned \{'zlib': 1\.3\}; it must"),
+    ],
+)
+def test_versions_that_a_codec_does_not_tell_are_an_error_of_the_codec(
+    file: Path, tmp_path: Path, returned: str, wrong: str
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(file.read_text().replace('return {"zlib": zlib.ZLIB_RUNTIME_VERSION}', f"return {returned}"))
+    with pytest.raises(UsageError, match=wrong):
+        libraries_of(REGISTRY.find(f"{own}:CODEC"))
+
+
+class TestTheVariable:
+    def test_may_have_spaces_after_its_commas(
+        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other = tmp_path / "other.py"
+        other.write_text(file.read_text().replace('name = "zlib"', 'name = "other"'))
+        monkeypatch.setenv("VLMDATA_CODECS", f"{file}:CODEC, {other}:CODEC,")
+        assert [codec(name).name for name in ("zlib", "other")] == ["zlib", "other"]
+
+    @pytest.mark.parametrize(
+        ("given", "wrong"),
+        [
+            ("own.py:CODEC", "VLMDATA_CODECS=own.py:CODEC: cannot load own.py:CODEC: "),
+            ("own.py", r"VLMDATA_CODECS=own.py: it names no attribute\. Write own\.py:NAME\."),
+        ],
+    )
+    def test_is_named_in_errors(self, monkeypatch: pytest.MonkeyPatch, given: str, wrong: str) -> None:
+        monkeypatch.setenv("VLMDATA_CODECS", given)
+        with pytest.raises(UsageError, match=wrong):
+            codec("zlib")
+
+
+def test_an_error_names_the_line_of_the_users_file_not_of_a_library(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import json\n\nCODEC = json.loads('{')\n")
+    with pytest.raises(UsageError, match=r"JSONDecodeError: .* \(own\.py, line 3\)\."):
+        REGISTRY.find(f"{tmp_path / 'own.py'}:CODEC")
+
+
 def test_a_family_from_a_file_is_recorded_by_its_name(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "own_family.py"
     file.write_text(
@@ -192,3 +239,36 @@ def test_a_family_from_a_file_is_recorded_by_its_name(source: Path, tmp_path: Pa
     FAMILIES._given.clear()
     with pytest.raises(DatasetFormatError, match="Family own is neither built in nor installed here"):
         vlmdata.open_dataset(out)
+
+
+@pytest.mark.parametrize("how", ["file", "module"])
+def test_a_module_beside_the_users_file_is_part_of_its_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_family_of_rules.py").write_text(
+        "from dataclasses import replace\nimport own_rules\nimport own_empty\n"
+        "from vlmdata.families.qwen3_5 import FAMILY as OTHER\nFAMILY = replace(OTHER, name='own')\n"
+    )
+    (tmp_path / "own_empty.py").write_text("")  # has no source code to inspect
+    target = f"{tmp_path}/own_family_of_rules.py:FAMILY" if how == "file" else "own_family_of_rules:FAMILY"
+    hashes = []
+    for text in ("SIDE = 2\n", "SIDE = 34\n", "SIDE = 2\n"):
+        (tmp_path / "own_rules.py").write_text(text)
+        linecache.clearcache()
+        hashes.append(source_fingerprint(target, FAMILIES.find(target)))
+    assert hashes[0] == hashes[2] != hashes[1]
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
+
+
+def test_rules_of_a_users_family_that_fail_are_named_before_the_run(source: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own_family.py"
+    own.write_text(
+        "from dataclasses import fields\nfrom vlmdata.families.qwen3_5 import FAMILY as OTHER\n\n\n"
+        "class Own(type(OTHER)):\n    def image_size(self, *sides, **options):\n        return {}['side']\n\n\n"
+        "FAMILY = Own(**{each.name: getattr(OTHER, each.name) for each in fields(OTHER)} | {'name': 'own'})\n"
+    )
+    words = r"its rules cannot encode a trial sample: KeyError: 'side' \(own_family\.py, line 7\)"
+    with pytest.raises(SourceError, match=words):
+        build_dataset(source, tmp_path / "out", family=f"{own}:FAMILY", **OPTIONS)

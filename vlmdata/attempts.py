@@ -34,11 +34,7 @@ FAILED: tuple[type[Exception], ...] = (AttemptsFailed, *FINAL)
 
 
 def attempts[T](request: Callable[[], T], final: tuple[type[Exception], ...] = FINAL) -> T:
-    """Makes a request until it succeeds, with growing pauses.
-
-    Args:
-        request: Makes it.
-        final: Exceptions that are raised at once.
+    """Makes a request until it succeeds, with growing pauses. Exceptions of ``final`` are raised at once.
 
     Raises:
         AttemptsFailed: If it failed each time.

@@ -37,20 +37,13 @@ class SampleOrigin:
 
 @dataclass(frozen=True, eq=False)
 class HostArrays:
-    """Boundaries and images of a pack as host arrays: to read them never waits for a device.
+    """Boundaries and images of a pack as host arrays: to read them never waits for a device."""
 
-    Attributes:
-        cu_seqlens: int64 (segments + 1,), running sum of true lengths.
-        cu_seqlens_padded: int64 (segments + 1,), start of each segment.
-        image_grid_thw: int64 (N, 3), patches per image along t, h, w.
-        image_starts: int64 (N,), first token of each image in the pack.
-        image_indices: int64 (M,), which of the images ``patches`` holds. A model checks that they are those it encodes.
-    """
-
-    cu_seqlens: npt.NDArray[np.int64]
-    cu_seqlens_padded: npt.NDArray[np.int64]
-    image_grid_thw: npt.NDArray[np.int64]
-    image_starts: npt.NDArray[np.int64]
+    cu_seqlens: npt.NDArray[np.int64]  # int64 (segments + 1,), running sum of true lengths
+    cu_seqlens_padded: npt.NDArray[np.int64]  # int64 (segments + 1,), start of each segment
+    image_grid_thw: npt.NDArray[np.int64]  # int64 (N, 3), patches per image along t, h, w
+    image_starts: npt.NDArray[np.int64]  # int64 (N,), first token of each image in the pack
+    #: int64 (M,), which of the images ``patches`` holds. A model checks that they are those it encodes.
     image_indices: npt.NDArray[np.int64]
 
 

@@ -20,11 +20,6 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") 
 
     A tuple equals the corresponding list, as in JSON.
 
-    Args:
-        old: The first dictionary.
-        new: The second dictionary.
-        prefix: Prefix of names.
-
     Yields:
         Dotted name and both values, :data:`ABSENT` for a missing one; sorted by name within each dictionary.
     """

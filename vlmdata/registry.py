@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from traceback import extract_tb
+from traceback import walk_tb
 from types import ModuleType
 
 from vlmdata.errors import UsageError, VlmdataError
@@ -58,14 +58,14 @@ class Registry[T](dict[str, str]):
 
         An extension with a ``name`` of its own, such as a codec, is then known by it in this process.
         """
-        return self._own(given) if ":" in given else self.named(given)
+        return self._own(given, f"{self.option} {given}") if ":" in given else self.named(given)
 
-    def _own(self, given: str) -> T:
-        found = self._load(given, given)
+    def _own(self, given: str, where: str) -> T:
+        found = self._load(given, given, where)
         if isinstance(name := getattr(found, "name", None), str):
             if ":" in name or name in self or name in _installed(self.group):
                 taken = "names have no colon" if ":" in name else f"another {self.kind} has this name"
-                raise self.error(f"{self.option} {given}: its name is {name!r}, but {taken}. Choose another name.")
+                raise self.error(f"{where}: its name is {name!r}, but {taken}. Choose another name.")
             self._given[name] = given
         return found
 
@@ -77,7 +77,7 @@ class Registry[T](dict[str, str]):
                 f"{self.option} {name}: unknown {self.kind}. Known: {', '.join(self.names())}; or your own as "
                 "module:attribute or file.py:attribute."
             )
-        found = self._load(name, target)
+        found = self._load(name, target, f"{self.option} {name}")
         if (own := getattr(found, "name", name)) != name:
             raise self.error(f"{self.option} {name}: {target} has the name {own!r}. Give both the same name.")
         return found
@@ -109,29 +109,28 @@ class Registry[T](dict[str, str]):
         if found := _installed(self.group).get(name):
             return found
         if name not in self._given:
-            for given in filter(None, os.environ.get(self.variable, "").split(",")):
-                self._own(given)
+            for given in filter(None, map(str.strip, os.environ.get(self.variable, "").split(","))):
+                self._own(given, f"{self.variable}={given}")
         return self._given.get(name)
 
-    def _load(self, name: str, target: str) -> T:
+    def _load(self, name: str, target: str, where: str) -> T:
         module, _, attribute = target.partition(":")
         built_in = ", ".join(self)
+        if not attribute:
+            raise self.error(f"{where}: it names no attribute. Write {target.rstrip(':')}:NAME.")
         try:
             loaded = module_named(module)
         except Exception as error:  # the module is the user's: its top level may raise anything
-            problem, remedy = problem_of(error), _remedy(error, module, attribute)
-            raise self.error(
-                f"{self.option} {name}: cannot load {target}: {problem}. {remedy}Built in: {built_in}."
-            ) from error
+            problem, remedy = problem_of(error, _name_of(module)), _remedy(error, module, attribute)
+            raise self.error(f"{where}: cannot load {target}: {problem}. {remedy}Built in: {built_in}.") from error
         try:
             found = getattr(loaded, attribute)
         except AttributeError as error:
             raise self.error(
-                f"{self.option} {name}: cannot load {target}: {module} has no attribute {attribute!r}. "
-                f"Built in: {built_in}."
+                f"{where}: cannot load {target}: {module} has no attribute {attribute!r}. Built in: {built_in}."
             ) from error
         if name not in self and (fault := self._fault(found)):
-            raise self.error(f"{self.option} {name}: {fault}.")
+            raise self.error(f"{where}: {fault}.")
         return found  # type: ignore[no-any-return]
 
 
@@ -145,14 +144,22 @@ def _installed(group: str) -> Mapping[str, str]:
     return {point.name: point.value for point in entry_points(group=group)}
 
 
-def problem_of(error: Exception) -> str:
-    """Describes an error of the user's code, with file and line, in a sentence without its end."""
+def problem_of(error: Exception, home: str) -> str:
+    """Describes an error of the user's code, with file and line, in a sentence without its end.
+
+    Args:
+        error: The error.
+        home: Name of the user's module. The line is the innermost one in it, not that of a library that it calls;
+            without any, the innermost line.
+    """
     if isinstance(error, ImportError | OSError):
         return str(error)
     if isinstance(error, SyntaxError):  # its text has them
         return f"{type(error).__name__}: {error}"
-    last = extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [each for each in frames if each[0].f_globals.get("__name__") == home]
+    frame, line = (own or frames)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.f_code.co_filename).name}, line {line})"
 
 
 def shown_name(module: str) -> str:
@@ -179,8 +186,7 @@ def module_named(name: str) -> ModuleType:
     """
     if not is_file(name):
         return import_module(name)
-    path = Path(name).resolve()
-    own_name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    path, own_name = Path(name).resolve(), _name_of(name)
     if own_name in sys.modules:
         return sys.modules[own_name]
     spec = spec_from_file_location(own_name, path)
@@ -194,6 +200,14 @@ def module_named(name: str) -> ModuleType:
         del sys.modules[own_name]
         raise
     return module
+
+
+def _name_of(module: str) -> str:
+    """Returns the name under which Python has a module that is given by its name or by its file."""
+    if not is_file(module):
+        return module
+    path = Path(module).resolve()
+    return f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
 
 
 def is_file(name: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from model.parallel.image_rows import rows_of_tokens, rows_wanted
 from model.parallel.packed import IntArray, PackIndex
 from model.parallel.separation import Separation
-from vlmdata.loader.request.rank_stream import PackImages
+from vlmdata.loader.request.pack_request import PackImages
 
 
 @dataclass(frozen=True)

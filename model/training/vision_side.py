@@ -23,7 +23,7 @@ from model.training.optimizer.learner import Learner, unwrapped
 from model.training.processes.agreement import gathered, together
 from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import PackedBatch, StreamingLoader
-from vlmdata.loader.request.rank_stream import PackImages
+from vlmdata.loader.request.pack_request import PackImages
 
 type StepImages = Sequence[Sequence[PackImages]]
 

@@ -24,34 +24,21 @@ from vlmdata.reasons import Reason
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Token ids and their places in the rendered text.
+    """Token ids and their places in the rendered text."""
 
-    Attributes:
-        ids: int64 (L,).
-        starts: int64 (L,), first character of each token.
-        ends: int64 (L,), one past its last character.
-    """
-
-    ids: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]  # int64 (L,)
+    starts: npt.NDArray[np.int64]  # int64 (L,), first character of each token
+    ends: npt.NDArray[np.int64]  # int64 (L,), one past its last character
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn in the rendered text, in characters.
+    """One assistant turn in the rendered text, in characters."""
 
-    Attributes:
-        body: Start of the text after the header.
-        answer: Start of the text after the think block; equals ``body`` without one.
-        reasoning: Whether the think block is not empty.
-        stop: One past the turn's end, and the newline after it if that is a separate token.
-    """
-
-    body: int
-    answer: int
-    reasoning: bool
-    stop: int
+    body: int  # start of the text after the header
+    answer: int  # start of the text after the think block; equals ``body`` without one
+    reasoning: bool  # whether the think block is not empty
+    stop: int  # one past the turn's end, and the newline after it if that is a separate token
 
     def target_start(self, train_think: TrainThink) -> int:
         """Returns the first target character."""
@@ -61,17 +48,11 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class TargetSpans:
-    """Token ranges of the targets.
+    """Token ranges of the targets."""
 
-    Attributes:
-        weights: float32 (L,), weight of each token in the loss; 0 off target.
-        last: Token range ``[start, stop)`` of the last target turn, including its end token and newline.
-        turn_weights: Weight of each assistant turn.
-    """
-
-    weights: npt.NDArray[np.float32]
-    last: tuple[int, int]
-    turn_weights: tuple[float, ...]
+    weights: npt.NDArray[np.float32]  # float32 (L,), weight of each token in the loss; 0 off target
+    last: tuple[int, int]  # token range ``[start, stop)`` of the last target turn, including its end token and newline
+    turn_weights: tuple[float, ...]  # weight of each assistant turn
 
     @property
     def turns(self) -> int:

@@ -1,4 +1,4 @@
-"""A fast Hugging Face tokenizer with the data that encoding needs."""
+"""A fast Hugging Face tokenizer with the data that encoding needs, and the family that its files name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tokenizers import Tokenizer
 
 from preprocess.assets import EMBEDDED_TOKENIZER
 from preprocess.config import EMBEDDED
+from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
-from vlmdata.families import DEFAULT_FAMILY, Family, family
-from vlmdata.families.chat import IMAGE
+from vlmdata.families import DEFAULT_FAMILY, REGISTRY, Family, family
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.tokenizer_files import fingerprint_of
 from vlmdata.format.tokenizer_info import (
     ItemTokens,
@@ -30,9 +31,22 @@ from vlmdata.format.tokenizer_info import (
     special_ids,
     special_texts,
 )
+from vlmdata.reasons import Reason
+from vlmdata.wording import counted
 
 #: Special tokens that data may contain as text: they mark up content (grounding boxes), not turns or media.
 _CONTENT_MARKUP = ("object_ref", "box", "quad")
+#: Shorter texts are tokenized whole at once: in characters, and in characters for each token allowed.
+_SHORT, _CHARACTERS_PER_TOKEN = 1 << 17, 8
+_PIECE = 1 << 15
+#: Pieces are tokenized to count only, as tokens at their ends may be split. So only texts are rejected that are over
+#: the limit by this factor.
+_CERTAIN = 2
+#: Files that identify a family, and their field: the model type in a config, else the processor class.
+_FILES = (("config.json", "model_type"), ("preprocessor_config.json", "processor_class"),
+          ("processor_config.json", "processor_class"), ("tokenizer_config.json", "processor_class"))  # fmt: skip
+#: Ends the model type of the language model in a model, whose tokenizer is the model's.
+_TEXT_PART = "_text"
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +74,25 @@ class ChatTokenizer:
         return str(self.hf.convert_ids_to_tokens(self.info.image))
 
     @cached_property
-    def image_tokens(self) -> tuple[str, ...]:
-        """Texts of the tokens of an image, with one placeholder."""
-        return tuple(self.hf.convert_ids_to_tokens(list(self.info.items[IMAGE].ids)))
+    def placeholders(self) -> dict[str, int]:
+        """Id of the placeholder of each kind of items."""
+        return {kind: tokens.token for kind, tokens in self.info.items.items()}
+
+    def item_texts(self, kind: str) -> tuple[str, ...]:
+        """Texts of the tokens of an item, with one placeholder."""
+        return tuple(self.hf.convert_ids_to_tokens(list(self.info.items[kind].ids)))
 
     @property
     def written_image(self) -> str | None:
         """Text of the token that the template writes for an image; None if it writes all of them."""
         image = self.family.image
-        return self.image_tokens[image.texts.index(image.written)] if image.written else None
+        return self.item_texts(IMAGE)[image.texts.index(image.written)] if image.written else None
+
+    @property
+    def captioned_video(self) -> str | None:
+        """Text of the placeholder that the template writes for a video; None if the family tells no times."""
+        captioned = any(each.kind == VIDEO and each.caption for each in self.family.items)
+        return str(self.hf.convert_ids_to_tokens(self.info.items[VIDEO].token)) if captioned else None
 
     @cached_property
     def reserved_ids(self) -> npt.NDArray[np.int64]:
@@ -241,3 +265,65 @@ def _why_not_loaded(name: str, error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def require_length(tokenizer: ChatTokenizer, text: str, most: int | None, hint: str = "") -> None:
+    """Rejects a text of more than twice the allowed number of tokens.
+
+    Raises:
+        RowRejected: OVERLONG.
+    """
+    if most is None or len(text) <= max(_SHORT, _CHARACTERS_PER_TOKEN * most):
+        return
+    tokens = 0
+    for start in range(0, len(text), _PIECE):
+        tokens += len(tokenizer.hf.backend_tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False))
+        if tokens > _CERTAIN * most:
+            raise RowRejected(
+                Reason.OVERLONG,
+                f"more than {_CERTAIN * most} tokens of text ({counted(len(text), 'character')}), over --max-length "
+                f"{most}{hint}",
+            )
+
+
+def family_of(tokenizer: str, revision: str | None = None) -> str:
+    """Returns the family in a tokenizer's files, or :data:`DEFAULT_FAMILY` if they specify none.
+
+    Raises:
+        SourceError: If the files are those of a model of no family.
+    """
+    known = {name: family(name) for name in REGISTRY.names()}
+    types = {kind: name for name, each in known.items() for kind in (*each.model_types, *each.processors)}
+    for file, field in _FILES:
+        value = _read(tokenizer, file, revision).get(field)
+        if not isinstance(value, str):
+            continue
+        found = types.get(value) or types.get(value.removesuffix(_TEXT_PART))
+        if found is not None:
+            return found
+        raise SourceError(
+            f"--tokenizer {tokenizer}: its {file} says {field} {value!r}, which is of none of the families "
+            f"{', '.join(REGISTRY.names())}, so samples may not fit the model. If the model takes the images and "
+            "positions of one of them, or rows without images, give it as --family; else add a family "
+            "(docs/extend/family.md)."
+        )
+    return DEFAULT_FAMILY
+
+
+def _read(tokenizer: str, file: str, revision: str | None) -> dict[str, Any]:
+    """Reads a JSON file of a folder or hub id; empty if there is none."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(
+            tokenizer,
+            file,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        values = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+    except (OSError, ValueError):  # loading the tokenizer reports if it is not available
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -67,7 +67,7 @@ def finish(
 
 
 def _as_json(missing: Missing) -> dict[str, object]:
-    from preprocess.run.part import job_array
+    from preprocess.run.claim import job_array
 
     return {
         "finished": False,
@@ -80,7 +80,7 @@ def _as_json(missing: Missing) -> dict[str, object]:
 
 
 def _print_missing(out: Console, directory: str, missing: Missing) -> None:
-    from preprocess.run.part import job_array
+    from preprocess.run.claim import job_array
     from vlmdata.wording import counted
 
     lines = [f"{directory}: {len(missing.shards):,} of {counted(len(missing.plan.jobs), 'shard')} missing"]

@@ -15,12 +15,7 @@ from preprocess.options import DeclaredOption, OptionHelp, data_option, declared
 
 @dataclass(frozen=True)
 class PreprocessCommand:
-    """What a command line asks for.
-
-    Attributes:
-        config: Options that affect the bytes; its recipe, tokenizer and family count only if the user gave them.
-        given: Names of the options that the user gave.
-    """
+    """What a command line asks for."""
 
     out: Annotated[
         str | None,
@@ -47,6 +42,7 @@ class PreprocessCommand:
             "`train` and `validation` in --out."
         ),
     ] = None
+    #: Options that affect the bytes; its recipe, tokenizer and family count only if the user gave them.
     config: PreprocessConfig = field(default_factory=PreprocessConfig)
     workers: Annotated[
         int | None, run_option("Workers. Default: one per core (of the cluster, with Ray).", flags=("--workers", "-j"))
@@ -110,7 +106,7 @@ class PreprocessCommand:
         run_option("Print the summary as JSON on stdout, and progress as lines of JSON on stderr.", flags=("--json",)),
     ] = False
     source: str = "demo"
-    given: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()  # names of the options that the user gave
 
     @property
     def engine_options(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from preprocess.config import PreprocessConfig
-from preprocess.run.part import Part
+from preprocess.run.claim import Part
 from preprocess.shards.counters import Counters, Counts, counts_of
 from preprocess.shards.job import ShardRecord
 from vlmdata.wording import counted, duration

@@ -106,7 +106,7 @@ def _summary(data: str, out: str, result: RecodeResult, seconds: float) -> dict[
 
 
 def _print(console: Console, summary: dict[str, Any], totals: Totals) -> None:
-    from vlmdata.format.item_sizes import item_sizes
+    from vlmdata.format.manifest import item_sizes
     from vlmdata.wording import counted, duration
 
     sizes = f"{summary['bytes_before'] / 1e6:,.1f} MB as {summary['was']}, {summary['bytes'] / 1e6:,.1f} MB as"

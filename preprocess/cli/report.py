@@ -1,42 +1,43 @@
-"""The summary of a run: as a table for people, as JSON for programs."""
+"""The summary of a run, or of one part of it: as a table for people, as JSON for programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from preprocess.cli.part_report import PartReport
 from preprocess.config import EMBEDDED, Overlong, TrainTurns
-from preprocess.run.dataset import RunResult
+from preprocess.run.dataset import PartResult, RunResult
 from vlmdata.cli.console import results
-from vlmdata.format.item_sizes import item_sizes
-from vlmdata.format.ledger import Rejection, read_ledger
-from vlmdata.format.manifest import Manifest, Totals, counts_to_json
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
-from vlmdata.format.turns import (
+from vlmdata.format.ledger import Rejection, first_rejections
+from vlmdata.format.manifest import (
     DROPPED_REASONING,
     LAST_TURNS_WITH_DROPPED_REASONING,
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
+    Manifest,
+    Totals,
+    counts_to_json,
+    item_sizes,
+    summed,
 )
+from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
+from vlmdata.inspect.histogram import Histogram, histogram
+from vlmdata.inspect.terminal.draw import histogram_table
 from vlmdata.inspect.text import one_line
 from vlmdata.media.codecs import RAW
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 from vlmdata.wording import counted, duration
 
-_PERCENTILES = (0, 25, 50, 75, 95, 99, 100)
-_BINS, _BAR_WIDTH = 10, 32
 #: Number of rejection reasons shown with an example, and length of an example's message.
 _EXAMPLES, _MESSAGE_LENGTH = 3, 240
 #: Number of keys in a line; --json lists all.
@@ -49,22 +50,12 @@ _LEARNED = {
 
 
 @dataclass(frozen=True)
-class LengthDistribution:
-    """True lengths of the samples, in tokens."""
-
-    mean: float
-    percentiles: dict[int, int]  # by percent
-    edges: list[int]  # of the bins of the histogram, one more than counts
-    counts: list[int]
-
-
-@dataclass(frozen=True)
 class Report:
     """Summary of a run."""
 
     store: Store
     result: RunResult
-    lengths: LengthDistribution | None  # None without samples
+    lengths: Histogram | None  # of the samples, in tokens; None without samples
     seconds: float
     max_reject_rate: float  # the largest without failure
     examples: tuple[Rejection, ...]  # the first of each of the most common reasons, the most common first
@@ -129,7 +120,7 @@ class Report:
             "train_turns": self._options["train_turns"],
             "turns": dict(self.manifest.turns),
             "max_reject_rate": self.max_reject_rate,
-            "lengths": dataclasses.asdict(self.lengths) if self.lengths else None,
+            "lengths": None if self.lengths is None else _lengths_to_json(self.lengths),
             "shards": len(self.manifest.shards),
             "shards_made": self.result.made,
             "shards_kept": self.result.kept,
@@ -143,7 +134,7 @@ class Report:
         trial = ", for trials only: fits no published model" if tokenizer.name == EMBEDDED else ""
         console.print(self._table())
         if self.lengths is not None:
-            console.print(_histogram(self.lengths))
+            console.print(histogram_table(self.lengths))
         lines = []
         if self.has_turns:
             turns = self._options["train_turns"]
@@ -238,16 +229,17 @@ def report_of(
         shown.append(Reason.UNEXPECTED_ERROR)
     with store.local(INDEX_NAME, *([LEDGER_NAME] if shown else [])) as folder:
         index = pq.read_table(folder / INDEX_NAME, columns=["length", "target_turns"])
-        first = _first_rejections(folder / LEDGER_NAME, set(shown))
+        counts = {reason: manifest.rejects[reason] for reason in shown}
+        first = first_rejections(folder / LEDGER_NAME, counts, 1)
     failed = first.get(Reason.UNEXPECTED_ERROR)
     return Report(
         store=store,
         result=result,
-        lengths=_distribution(index.column("length").to_numpy()),
+        lengths=histogram("length", "length (tokens)", "integer", index.column("length").to_numpy()),
         seconds=seconds,
         max_reject_rate=max_reject_rate,
-        examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
-        failed_row=None if failed is None else failed.row,
+        examples=tuple(each for reason in dict.fromkeys(shown[:_EXAMPLES]) for each in first[reason]),
+        failed_row=failed[0].row if failed else None,
         command=command,
         has_turns=bool(index.column("target_turns").to_numpy().any()),
     )
@@ -273,18 +265,6 @@ def _commonest_first(manifest: Manifest) -> list[tuple[str, int]]:
     return sorted(manifest.rejects.items(), key=lambda reason: (-reason[1], reason[0]))
 
 
-def _first_rejections(ledger: Path, reasons: Collection[str]) -> dict[str, Rejection]:
-    """Returns the first rejection for each reason. Reads only as much of the ledger as needed."""
-    found: dict[str, Rejection] = {}
-    if reasons:
-        for rejection in read_ledger(ledger):
-            if rejection.reason in reasons:
-                found.setdefault(rejection.reason, rejection)
-            if len(found) == len(reasons):
-                break
-    return found
-
-
 def _shown(counts: Mapping[str, int]) -> str:
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{one_line(key)} ({counted(count, 'sample')})" for key, count in ordered[:_SHOWN_KEYS])
@@ -292,27 +272,58 @@ def _shown(counts: Mapping[str, int]) -> str:
     return f"{shown}, and {counted(rest, 'other')}" if rest > 0 else shown
 
 
-def _distribution(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> LengthDistribution | None:
-    if len(lengths) == 0:
-        return None
-    values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf")
-    low, high = int(lengths.min()), int(lengths.max())
-    edges = np.unique(np.linspace(low, high + 1, _BINS + 1).astype(np.int64))
-    counts, _ = np.histogram(lengths, edges)
-    percentiles = {p: int(v) for p, v in zip(_PERCENTILES, values, strict=True)}
-    return LengthDistribution(float(lengths.mean()), percentiles, edges.tolist(), counts.tolist())
+def _lengths_to_json(lengths: Histogram) -> dict[str, Any]:
+    percentiles, edges, counts = dict(lengths.percentiles), list(lengths.edges), list(lengths.counts)
+    return {"mean": lengths.mean, "percentiles": percentiles, "edges": edges, "counts": counts}
 
 
-def _histogram(lengths: LengthDistribution) -> Table:
-    table = Table(title="length (tokens)", title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column(style="cyan")
-    most = max(lengths.counts)
-    for low, high, count in zip(lengths.edges, lengths.edges[1:], lengths.counts, strict=False):
-        width = round(_BAR_WIDTH * count / most)
-        table.add_row(f"{low:,}–{high - 1:,}", f"{count:,}", "█" * width or ("▏" if count else ""))
-    marks = ", ".join(f"p{p} {v:,}" for p, v in lengths.percentiles.items() if p in (50, 95, 99))
-    table.caption = f"mean {lengths.mean:,.0f}, {marks}"
-    table.caption_justify = "left"
-    return table
+@dataclass(frozen=True)
+class PartReport:
+    """The result of a part. ``vlmdata finish`` checks whether too many rows were rejected."""
+
+    store: Store
+    result: PartResult
+    seconds: float
+    failure: None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the summary as JSON values."""
+        return {
+            "directory": str(self.store),
+            "part": str(self.result.part),
+            "finished": self.result.finished,
+            "rows": self._sum("rows"),
+            "samples": self._sum("samples"),
+            "rejected": self._sum("rejected"),
+            "rejects": dict(sorted(self._rejects.items())),
+            "bytes": self._sum("bytes"),
+            "shards_made": self.result.made,
+            "shards_kept": self.result.kept,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints the summary."""
+        result = self.result
+        if result.finished:
+            lines = [f"{self.store}: the dataset is finished; nothing to do for part {result.part}"]
+        else:
+            kept = f", {result.kept:,} kept" if result.kept else ""
+            lines = [
+                f"part {result.part}: {counted(result.made, 'shard')} made{kept}, "
+                f"{counted(self._sum('samples'), 'sample')} of {counted(self._sum('rows'), 'row')}, "
+                f"{self._sum('bytes') / 1e6:,.1f} MB in {duration(self.seconds)}"
+            ]
+            if self._rejects:
+                listed = ", ".join(f"{count:,} {reason}" for reason, count in self._rejects.most_common())
+                lines.append(f"{self._sum('rejected'):,} rejected: {listed}")
+            lines.append(f"next, when all {result.part.parts} parts are made: vlmdata finish {self.store}")
+        for line in lines:
+            console.print(line, soft_wrap=True, markup=False)
+
+    @property
+    def _rejects(self) -> Counter[str]:
+        return Counter(summed(record.rejects for record in self.result.records))
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(record.totals, name) for record in self.result.records)

@@ -8,38 +8,40 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from preprocess.chat.family import family_of
-from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.chat.tokenizer import family_of, load_tokenizer
 from preprocess.cli.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
 from preprocess.cli.locations import output_store, source_place
-from preprocess.cli.outputs import Output, divide, split_names
-from preprocess.cli.part_report import PartReport
 from preprocess.cli.preprocess import PreprocessCommand
 from preprocess.cli.progress import ProgressDisplay
-from preprocess.cli.report import Report, report_of, show
+from preprocess.cli.report import PartReport, Report, report_of, show
 from preprocess.cli.trace_text import print_trace
 from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.encode import Encoder
-from preprocess.engines.base import Engine, load_engine
+from preprocess.engines.base import Engine, errors_named, load_engine
+from preprocess.engines.local import PRELOADED
 from preprocess.own_options import constructor_takes
 from preprocess.recipes.base import PARTS, REGISTRY, load_recipe
 from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
 from preprocess.recipes.image_files import listed
 from preprocess.recipes.media import require_image_root
+from preprocess.run.claim import Part
 from preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
-from preprocess.run.part import Part
 from preprocess.run.trace import trace_row
+from preprocess.sources.holdout import hold_out
 from preprocess.sources.open import DEMO, open_source
 from preprocess.sources.rows import Source
 from vlmdata.cli.console import messages, results
-from vlmdata.errors import SourceError
+from vlmdata.errors import ConfigMismatchError, SourceError
+from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.machine import available_cores
+from vlmdata.storage import Store
 from vlmdata.wording import counted
 
 #: Without a terminal, prints a line at this count and at each doubling.
@@ -70,7 +72,8 @@ def run_command(command: PreprocessCommand) -> int:
     with _counting(talk, "row", "read to divide them") as read:
         workers = command.workers or available_cores()
         outputs = divide(sources, store, holdout=command.holdout, workers=workers, on_rows=read)
-    workers = command.workers or engine.default_workers(command.config)
+    with errors_named(engine):
+        workers = command.workers or engine.default_workers(command.config)
     reports: dict[str | None, Report | PartReport] = {}
     for output in outputs:
         report = reports[output.name] = _make(output, command, engine, workers, part, talk)
@@ -216,3 +219,57 @@ def _counting(talk: Console, what: str, done: str) -> Iterator[Callable[[int], N
                 shown = number
 
         yield count
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """A dataset to make."""
+
+    name: str | None  # of the split or side, and of its folder in --out; None for a single dataset
+    source: Source
+    store: Store
+    split: str | None = None  # if the command names several
+
+
+def split_names(split: str | None, *, holdout: float | None, trace: int | None) -> list[str | None]:
+    """Returns the splits in ``--split``; None means the default. Raises a SourceError for wrong ones."""
+    if split is None:
+        return [None]
+    names = [name.strip() for name in split.split(",")]
+    if "" in names or len(set(names)) != len(names):
+        raise SourceError(f"--split {split}: give each split once, as in --split train,validation")
+    if len(names) > 1 and holdout is not None:
+        raise SourceError(f"--split {split}: --holdout divides one split; give one, or omit --holdout")
+    if len(names) > 1 and trace is not None:
+        raise SourceError(f"--split {split}: --trace shows a row of one split; give one")
+    return [*names]
+
+
+def divide(
+    sources: Mapping[str | None, Source],
+    store: Store,
+    *,
+    holdout: float | None,
+    workers: int,
+    on_rows: Callable[[int], None],
+) -> list[Output]:
+    """Returns the datasets to make of the opened splits: one if there is a holdout.
+
+    Calls ``on_rows`` with the number of rows read so far for the division.
+
+    Raises:
+        ConfigMismatchError: If several datasets would go into a folder that is itself a dataset.
+        SourceError: If a side of the holdout would have no rows.
+    """
+    if len(sources) == 1 and holdout is None:
+        (source,) = sources.values()
+        return [Output(None, source, store)]
+    if {MANIFEST_NAME, PROGRESS_DIR} & store.listing().keys():
+        raise ConfigMismatchError(
+            f"{store}: is itself a dataset, so it cannot contain one per split; give another --out"
+        )
+    if holdout is None:
+        return [Output(name, source, store.below(str(name)), name) for name, source in sources.items()]
+    (source,) = sources.values()
+    sides = hold_out(source, holdout, workers=workers, preload=PRELOADED, on_rows=on_rows)
+    return [Output(side, rows, store.below(side)) for side, rows in sides.items()]

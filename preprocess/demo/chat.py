@@ -4,7 +4,7 @@ import json
 from random import Random
 from typing import Any
 
-from preprocess.demo.receipt import Receipt, gt_parse
+from preprocess.demo.compose import Receipt, gt_parse
 from preprocess.demo.row import deal, demo_content, stream
 
 KINDS: dict[str, int] = {

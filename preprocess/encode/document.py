@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.chat.agreement import require_reserved
-from preprocess.chat.length import require_length
 from preprocess.chat.render import Renderer
 from preprocess.chat.targets import tokenize
+from preprocess.chat.tokenizer import require_length
 from preprocess.config import Overlong, PreprocessConfig
 from preprocess.conversation import Document
 from preprocess.encode.image import encode_images, image_tokens
-from preprocess.encode.sample import EncodedSample, WeightedTokens, finish_sample
-from preprocess.encode.weights import document_weight
+from preprocess.encode.sample import EncodedSample, WeightedTokens, document_weight, finish_sample
 from preprocess.reject import RowRejected
 from vlmdata.families.chat import IMAGE
 from vlmdata.families.positions import locate_images
@@ -52,7 +51,7 @@ def encode_document(
         raise _overlong(len(ids) - len(parts) + tokens_of_images, len(parts), config)
     images = encode_images(parts, config)
     learned = ~np.isin(ids, info.items[IMAGE].ids)
-    tokens = WeightedTokens(ids, learned * np.float32(weight)).with_images(images, info.image)
+    tokens = WeightedTokens(ids, learned * np.float32(weight)).with_items(images, config.model_family, info)
     token_counts = np.array([sum(view.tokens for view in views) for views in images], dtype=np.int64)
     starts = locate_images(tokens.ids, token_counts, info.image).tolist()
     before, after = (len(marks) for marks in (info.items[IMAGE].before, info.items[IMAGE].after))

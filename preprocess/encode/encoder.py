@@ -8,20 +8,28 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.chat.context import dropped_reasoning, is_unlike_inference, up_to_answers
-from preprocess.chat.render import Renderer
-from preprocess.chat.targets import TargetSpans, Turn, target_spans
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import Overlong, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, Document
+from preprocess.chat.agreement import (
+    blocks_in_text,
+    dropped_reasoning,
+    is_unlike_inference,
+    kind_of,
+    require_conversation,
+    require_reserved,
+    template_error,
+    up_to_answers,
+)
+from preprocess.chat.render import Rendered, Renderer
+from preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
+from preprocess.chat.tokenizer import ChatTokenizer, require_length
+from preprocess.config import Overlong, PreprocessConfig, TrainThink, TrainTurns
+from preprocess.conversation import Conversation, Document, Message, VideoPart
 from preprocess.encode.document import encode_document
-from preprocess.encode.image import encode_images, image_tokens
-from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample
-from preprocess.encode.turns import encode_turns
-from preprocess.encode.weights import turn_weights
+from preprocess.encode.items import Plans, encode_items, item_tokens
+from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample, turn_weights
+from preprocess.encode.video import planned
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
-from vlmdata.wording import counted
+from vlmdata.wording import counted, with_article
 
 
 class Encoder:
@@ -45,6 +53,8 @@ class Encoder:
         Raises:
             RowRejected: If nothing of it can be encoded.
         """
+        if isinstance(made, Conversation) and any(isinstance(part, VideoPart) for part in made.media):
+            raise RowRejected(Reason.UNSUPPORTED_CONTENT, "a video in the conversation; shards hold images only")
         encoded: Sequence[EncodedSample | RowRejected]
         if isinstance(made, Conversation):
             encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
@@ -63,7 +73,8 @@ class Encoder:
             RowRejected: If the conversation cannot be encoded.
         """
         self._require_known_keys(conversation)
-        return self._encode(conversation, [])
+        _check_turns(conversation)
+        return self._encode(*planned(conversation, self.config), [])
 
     def _encode_each(self, conversation: Conversation) -> list[EncodedSample | RowRejected]:
         """Encodes a sample for each learned turn: the conversation up to it. All share their images.
@@ -76,6 +87,8 @@ class Encoder:
         answers = list(up_to_answers(conversation))
         if conversation.loss_weight == 0 or all(answer.loss_weight == 0 for answer, _ in answers):
             turn_weights(conversation, TrainTurns.ALL)  # refuses it
+        conversation, plans = planned(conversation, self.config)
+        answers = list(up_to_answers(conversation))
         images: list[Views] = []
         made: list[EncodedSample | RowRejected] = []
         for number, (answer, up_to) in enumerate(answers, start=1):
@@ -87,14 +100,14 @@ class Encoder:
                 made.append(error)
                 continue
             try:
-                made.append(self._encode(up_to, images))
+                made.append(self._encode(up_to, plans, images))
             except RowRejected as error:
                 where = f"assistant turn {number} of {len(answers)}: " if len(answers) > 1 else ""
                 made.append(RowRejected(error.reason, where + error.message))
         return made
 
-    def _encode(self, conversation: Conversation, images: list[Views]) -> EncodedSample:
-        """Encodes one conversation; ``images`` has the first of its images, and gets the others."""
+    def _encode(self, conversation: Conversation, plans: Plans, images: list[Views]) -> EncodedSample:
+        """Encodes one conversation; ``images`` has the first of its images and videos, and gets the others."""
         _check_turns(conversation)
         weights = turn_weights(conversation, self.config.train_turns)
         _check_answers(conversation, weights)
@@ -103,11 +116,12 @@ class Encoder:
         spans = target_spans(tokens, turns, weights, self.config.train_think, rendered.text)
         dropped = self._dropped_reasoning(conversation, rendered.text, turns)
         # Their sizes next: neither do samples that are too long.
-        text, parts = len(tokens.ids), conversation.images
-        placeholders = image_tokens(parts, self.config, more_than=self.config.max_length - text + len(parts))
+        text, parts = len(tokens.ids), conversation.media
+        written = sum(map(blocks_in_text, parts))
+        placeholders = item_tokens(parts, plans, self.config, more_than=self.config.max_length - text + written)
         if placeholders is not None:
-            self._kept_length(text - len(parts) + placeholders, text, spans, len(parts))
-        images += encode_images(parts[len(images) :], self.config)
+            self._kept_length(text - written + placeholders, text, spans, len(parts))
+        images += encode_items(parts[len(images) :], plans, self.config)
         return dataclasses.replace(
             self._assemble(tokens.ids, spans, images),
             dropped_reasoning=len(dropped),
@@ -142,7 +156,8 @@ class Encoder:
 
     def _assemble(self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: list[Views]) -> EncodedSample:
         """Expands placeholders, and truncates or rejects samples that are too long."""
-        tokens = WeightedTokens(ids, spans.weights).with_images(images, self.tokenizer.info.image)
+        tokens = WeightedTokens(ids, spans.weights)
+        tokens = tokens.with_items(images, self.config.model_family, self.tokenizer.info)
         length = len(tokens)
         if truncated := length > self.config.max_length:
             tokens = tokens[: self._kept_length(length, len(ids), spans, len(images))]
@@ -189,8 +204,9 @@ def _check_turns(conversation: Conversation) -> None:
         roles = ", ".join(message.role for message in conversation.messages) or "none"
         raise RowRejected(Reason.NO_ASSISTANT_TURN, f"no assistant turn to learn from; roles: {roles}")
     for number, message in enumerate(answers, start=1):
-        if any(message.images):
-            raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"assistant turn {number} of {len(answers)} holds an image")
+        for part in message.media:
+            what = f"assistant turn {number} of {len(answers)} holds {with_article(kind_of(part))}"
+            raise RowRejected(Reason.UNSUPPORTED_CONTENT, what)
 
 
 def _check_answers(conversation: Conversation, weights: tuple[float, ...]) -> None:
@@ -208,3 +224,61 @@ def _ends_with_answer(conversation: Conversation) -> bool:
 def _named(turns: list[int], of: int) -> str:
     listed = f"turns {', '.join(map(str, turns[:-1]))} and {turns[-1]}" if len(turns) > 1 else f"turn {turns[0]}"
     return f"assistant {listed} of {of}"
+
+
+def encode_turns(
+    renderer: Renderer, conversation: Conversation, weights: Sequence[float], train_think: TrainThink
+) -> tuple[Rendered, Tokens, list[Turn]]:
+    """Renders and tokenizes a conversation, and finds its assistant turns.
+
+    Returns:
+        The rendered text, its tokens, and one turn for each assistant message, in order.
+
+    Raises:
+        RowRejected: TEMPLATE_ERROR if the result is not the conversation: a turn, an image or a text is missing or
+            misplaced. SPECIAL_TOKEN_TEXT if the data forged a special token. OVERLONG if the text is far too long.
+    """
+    tokenizer = renderer.tokenizer
+    rendered = renderer.render(conversation)
+    require_length(tokenizer, rendered.text, renderer.most_tokens)
+    tokens = tokenize(tokenizer, rendered)
+    require_reserved(rendered, tokens, tokenizer)
+    turns, answers = find_turns(rendered.text, tokens, tokenizer), conversation.answers
+    if len(turns) != len(answers):
+        raise template_error(
+            f"wrote {counted(len(turns), 'assistant turn')} for {counted(len(answers), 'assistant message')}"
+        )
+    learned = [(answer, turn) for answer, turn, weight in zip(answers, turns, weights, strict=True) if weight]
+    tokens = _cut_before_answers(tokenizer, rendered, tokens, learned, train_think)
+    require_conversation(conversation, rendered.text, tokens, turns, {turn.body for _, turn in learned}, tokenizer)
+    return rendered, tokens, turns
+
+
+def _cut_before_answers(
+    tokenizer: ChatTokenizer,
+    rendered: Rendered,
+    tokens: Tokens,
+    learned: Sequence[tuple[Message, Turn]],
+    train_think: TrainThink,
+) -> Tokens:
+    """Tokenizes again if the whitespace that begins a learned answer merged with the newline before it.
+
+    At inference that newline ends the prompt, so its token has nothing of the answer. Whitespace of the template before
+    an answer is in the prompt, too, and stays as it is.
+    """
+    text, overs = rendered.text, dict[int, int]()
+    for answer, turn in learned:
+        if answer.text[:1].isspace() and answer.text.strip():
+            for at in {turn.body, turn.target_start(train_think)}:
+                if text.startswith(answer.text, at) and (over := token_over(tokens, at)) is not None:
+                    overs[at] = int(tokens.ends[over])
+    if not overs:
+        return tokens
+    cut = tokenize(tokenizer, rendered, sorted(overs))
+    require_reserved(rendered, cut, tokenizer)
+    for at, end in overs.items():
+        first, last = np.searchsorted(cut.starts, [at, end]).tolist()
+        spelled = tokenizer.hf.decode(cut.ids[first:last], clean_up_tokenization_spaces=False)
+        if spelled != text[at : int(cut.ends[last - 1])]:  # some tokenizers put a space before each piece
+            return tokens
+    return cut

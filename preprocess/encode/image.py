@@ -14,8 +14,7 @@ from preprocess.reject import RowRejected
 from vlmdata.families import Family, View
 from vlmdata.media.decode import DecodedImage, decode_image, header_size
 from vlmdata.media.error import MediaError
-from vlmdata.media.resize import resize_to_patches
-from vlmdata.media.size import SizeRequest, target_size
+from vlmdata.media.resize import SizeRequest, resize_to_patches, target_size
 
 
 def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str) -> Views:

@@ -14,13 +14,14 @@ from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.reject import RowRejected
-from vlmdata.errors import SourceError
+from vlmdata.errors import SourceError, VlmdataError
+from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import ItemPlace, Placement
-from vlmdata.media.codecs import IMAGE, ItemShape
 from vlmdata.media.image_file import image_file
 from vlmdata.reasons import Reason
+from vlmdata.registry import problem_of
 from vlmdata.verify.sample import SampleRules, audit_sample
 
 _REMEDY = (
@@ -53,9 +54,18 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
         try:
             sample = encoder.encode(conversation)
         except RowRejected as error:
-            if conversation.images and not _knows_images(encoder, conversation):
+            if conversation.media and not _knows_images(encoder, conversation):
                 continue
             raise SourceError(f"--tokenizer {tokenizer.info.name}: {error.message}. {_REMEDY}") from error
+        except VlmdataError:
+            raise
+        except Exception as error:  # the family's rules may be the user's
+            if config.family in FAMILIES:
+                raise
+            home = type(config.model_family).__module__
+            raise SourceError(
+                f"--family {config.family}: its rules cannot encode a trial sample: {problem_of(error, home)}."
+            ) from error
         findings = audit_sample(sample.to_sample(sample_key(0)), _index_row(sample), rules)
         if findings:
             check, message = findings[0]
@@ -90,7 +100,7 @@ def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:
 
 
 def _index_row(sample: EncodedSample) -> IndexRow:
-    items = tuple(ItemPlace(ItemShape(IMAGE, image.grid), 0, 0, 0, 0) for image in sample.images)
+    items = tuple(ItemPlace(image.shape, 0, 0, 0, 0) for image in sample.images)
     return IndexRow(
         key=sample_key(0),
         source_row=0,

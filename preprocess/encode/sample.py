@@ -1,4 +1,4 @@
-"""A sample as arrays, passed from the encoder to the shard writer."""
+"""A sample as arrays, with the loss weights of its tokens, passed from the encoder to the shard writer."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import Columns
-from vlmdata.families.positions import locate_images
+from preprocess.config import PreprocessConfig, TrainTurns
+from preprocess.conversation import Columns, Conversation, Document
+from preprocess.reject import RowRejected
+from vlmdata.families import Family
+from vlmdata.families.blocks import Blocks
 from vlmdata.format.schema import Sample
 from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.media.codecs import IMAGE, ItemShape
+from vlmdata.reasons import Reason
+
+#: Weights other than 0 are within these bounds. Gradients are multiplied by the weights in the network and divided by
+#: their sum at the end of the step. The bounds leave 30 decimal places on either side in float32 and bfloat16 (1e-38 to
+#: 3e38). Only ratios of weights matter, so this excludes no sensible weights.
+LEAST, MOST = 1e-8, 1e8
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """An image as stored.
+    """An image or a video as stored."""
 
-    Attributes:
-        patches: uint8 (P, bytes per patch).
-        grid: Patches along t, h, w.
-        size: (height, width) in pixels, as stored.
-        tokens: Number of placeholder tokens.
-        origin: Data of the file: width, height, mode, format, normalisation steps.
-        file: The file.
-        view: Number of the picture among those of its image.
-        whole: Whether it shows all of the image.
-    """
+    patches: npt.NDArray[np.uint8]  # uint8 (R, bytes per patch): one row per patch and temporal copy
+    grid: tuple[int, int, int]  # patches along t, h, w
+    size: tuple[int, int]  # (height, width) in pixels, as stored
+    tokens: int  # number of placeholder tokens
+    origin: Mapping[str, Any]  # data of the file: size, format, normalisation steps, or frames and times
+    file: bytes  # the file; of a video that the data has as frames, their files joined
+    view: int = 0  # number of the picture among those of its image
+    whole: bool = True  # whether it shows all of the image
+    kind: str = IMAGE  # kind of the item
+    copies: int = 1  # temporal copies of each patch that are stored
+    step: int = 1  # of the first axis of positions, from one temporal patch of a block to the next
 
-    patches: npt.NDArray[np.uint8]
-    grid: tuple[int, int, int]
-    size: tuple[int, int]
-    tokens: int
-    origin: Mapping[str, Any]
-    file: bytes
-    view: int = 0
-    whole: bool = True
+    @property
+    def shape(self) -> ItemShape:
+        """Kind, grid and copies."""
+        return ItemShape(self.kind, self.grid, self.copies)
 
 
 #: The pictures of an image, of which each is an item.
@@ -49,41 +54,25 @@ type Views = tuple[EncodedImage, ...]
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:
-    """A sample ready for the shard writer.
+    """A sample ready for the shard writer."""
 
-    Attributes:
-        length: True length.
-        input_ids: int32 (L,), L a multiple of ``pad_multiple``.
-        loss_mask: uint8 (L,).
-        position_ids: int32 (k, L), k the family's axes of positions.
-        images: Per image, its patches, grid and origin.
-        image_starts: First token of each image.
-        target_turns: Assistant turns that are targets; 0 for a document.
-        truncated: Whether the end was truncated, so that the last answer or the document has no end token.
-        loss_weights: float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1.
-        turn_weights: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
-        patch_bytes: Bytes per patch.
-        dropped_reasoning: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
-        drops_last_reasoning: Whether the last turn is one of them.
-        unlike_inference: Whether a learned turn follows another text than at inference.
-        columns: Facts that the recipe attached.
-    """
-
-    length: int
-    input_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.uint8]
-    position_ids: npt.NDArray[np.int32]
-    images: tuple[EncodedImage, ...]
-    image_starts: tuple[int, ...]
-    target_turns: int
-    truncated: bool
-    loss_weights: npt.NDArray[np.float32] | None
+    length: int  # true length
+    input_ids: npt.NDArray[np.int32]  # int32 (L,), L a multiple of ``pad_multiple``
+    loss_mask: npt.NDArray[np.uint8]  # uint8 (L,)
+    position_ids: npt.NDArray[np.int32]  # int32 (k, L), k the family's axes of positions
+    images: tuple[EncodedImage, ...]  # per image and video, its patches, grid and origin
+    image_starts: tuple[int, ...]  # first token of each
+    target_turns: int  # assistant turns that are targets; 0 for a document
+    truncated: bool  # whether the end was truncated, so that the last answer or the document has no end token
+    loss_weights: npt.NDArray[np.float32] | None  # float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1
+    #: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
     turn_weights: tuple[float, ...]
-    patch_bytes: int
+    patch_bytes: int  # bytes per patch
+    #: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
     dropped_reasoning: int = 0
-    drops_last_reasoning: bool = False
-    unlike_inference: bool = False
-    columns: Columns = field(default_factory=dict)
+    drops_last_reasoning: bool = False  # whether the last turn is one of them
+    unlike_inference: bool = False  # whether a learned turn follows another text than at inference
+    columns: Columns = field(default_factory=dict)  # facts that the recipe attached
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:
@@ -107,21 +96,16 @@ class EncodedSample:
             self.image_grid_thw,
             patches,
             self.loss_weights,
-            tuple(ItemShape(IMAGE, image.grid) for image in self.images),
+            tuple(image.shape for image in self.images),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class WeightedTokens:
-    """True tokens with their loss weights.
+    """True tokens with their loss weights."""
 
-    Attributes:
-        ids: int64 (L,).
-        weights: float32 (L,), 0 off target.
-    """
-
-    ids: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float32]
+    ids: npt.NDArray[np.int64]  # int64 (L,)
+    weights: npt.NDArray[np.float32]  # float32 (L,), 0 off target
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -129,16 +113,23 @@ class WeightedTokens:
     def __getitem__(self, span: slice) -> WeightedTokens:
         return WeightedTokens(self.ids[span], self.weights[span])
 
-    def with_images(self, images: Sequence[Views], image_token: int) -> WeightedTokens:
-        """Expands the placeholder of each image to one per merged patch of its views."""
+    def with_items(self, items: Sequence[Views], family: Family, info: TokenizerInfo) -> WeightedTokens:
+        """Expands the placeholder of each image to one per merged patch of its views, and those of videos alike."""
+        counts: list[int] = []
+        for views in items:
+            if views[0].kind == IMAGE:
+                counts.append(sum(view.tokens for view in views))
+            else:
+                counts += blocks_of(views, family, info).counts.tolist()
         repeats = np.ones(len(self.ids), dtype=np.int64)
-        repeats[self.ids == image_token] = [sum(view.tokens for view in views) for views in images]
+        repeats[np.isin(self.ids, [item.token for item in info.items.values()])] = counts
         return WeightedTokens(np.repeat(self.ids, repeats), np.repeat(self.weights, repeats))
 
 
-def grids_of(images: tuple[EncodedImage, ...]) -> npt.NDArray[np.int64]:
-    """Returns the grids of images, int64 (N, 3)."""
-    return np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
+def blocks_of(images: Sequence[EncodedImage], family: Family, info: TokenizerInfo) -> Blocks:
+    """Returns the blocks of placeholders of images and videos."""
+    tokens = {kind: item.token for kind, item in info.items.items()}
+    return Blocks.of(family, [(image.kind, image.grid) for image in images], tokens, [image.step for image in images])
 
 
 def finish_sample(
@@ -153,8 +144,8 @@ def finish_sample(
 ) -> EncodedSample:
     """Pads a sample's tokens and computes their positions."""
     length, family, images = len(tokens), config.model_family, tuple(chain.from_iterable(views))
-    grids = grids_of(images)
-    starts = locate_images(tokens.ids, family.token_counts(grids), info.image)
+    blocks = blocks_of(images, family, info)
+    starts = blocks.locate(tokens.ids)
     padded = -(-length // config.pad_multiple) * config.pad_multiple
     input_ids = np.full(padded, info.pad, dtype=np.int32)
     input_ids[:length] = tokens.ids
@@ -162,17 +153,75 @@ def finish_sample(
     loss_weights[:length] = tokens.weights
     loss_mask = (loss_weights > 0).astype(np.uint8)
     position_ids = np.zeros((len(family.position_axes), padded), dtype=np.int32)
-    position_ids[:, :length] = family.position_ids(length, starts, grids)
+    position_ids[:, :length] = family.position_ids(length, starts, blocks.grids, blocks.steps)
     return EncodedSample(
         length=length,
         input_ids=input_ids,
         loss_mask=loss_mask,
         position_ids=position_ids,
         images=images,
-        image_starts=tuple(starts.tolist()),
+        image_starts=tuple(starts[blocks.firsts].tolist()),
         target_turns=target_turns,
         truncated=truncated,
         loss_weights=None if np.array_equal(loss_weights, loss_mask) else loss_weights,
         turn_weights=turn_weights,
         patch_bytes=family.patch_bytes,
     )
+
+
+def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[float, ...]:
+    """Returns the target weight of each assistant turn; 0 if the turn is not learned.
+
+    Returns:
+        One float32 value per assistant turn: weight of the sample x weight of the turn, or 0.
+
+    Raises:
+        RowRejected: NO_TARGETS if no turn is learned; LOSS_WEIGHT if a weight is out of bounds.
+    """
+    answers = conversation.answers
+    factor = float(conversation.loss_weight)
+    weights = []
+    for number, message in enumerate(answers, start=1):
+        chosen = train_turns is TrainTurns.ALL or number == len(answers)
+        own = 1.0 if message.loss_weight is None else float(message.loss_weight)
+        weight = factor * own if chosen else 0.0
+        meant = chosen and factor > 0 and own > 0  # a product may round to 0
+        if meant and not LEAST <= weight <= MOST:
+            raise RowRejected(
+                Reason.LOSS_WEIGHT,
+                f"the loss weight of assistant turn {number} of {len(answers)} is {weight:g} ({factor:g} of the sample "
+                f"x {own:g} of the turn); it must be 0 or from {LEAST:g} to {MOST:g}. Only ratios of weights matter: "
+                "multiply all of them by the same number",
+            )
+        weights.append(float(np.float32(weight)))
+    if not any(weights):
+        raise RowRejected(Reason.NO_TARGETS, _nothing_to_learn(conversation, len(answers), train_turns))
+    return tuple(weights)
+
+
+def document_weight(document: Document) -> float:
+    """Returns the target weight of a document, as a float32 value.
+
+    Raises:
+        RowRejected: NO_TARGETS if the weight is 0; LOSS_WEIGHT if it is out of bounds.
+    """
+    weight = float(document.loss_weight)
+    if weight == 0:
+        raise RowRejected(Reason.NO_TARGETS, "nothing to learn: the loss weight of the document is 0")
+    if not LEAST <= weight <= MOST:
+        raise RowRejected(
+            Reason.LOSS_WEIGHT,
+            f"the loss weight of the document is {weight:g}; it must be 0 or from {LEAST:g} to {MOST:g}. Only ratios "
+            "of weights matter: multiply all of them by the same number",
+        )
+    return float(np.float32(weight))
+
+
+def _nothing_to_learn(conversation: Conversation, answers: int, train_turns: TrainTurns) -> str:
+    if conversation.loss_weight == 0:
+        return "nothing to learn: the loss weight of the sample is 0"
+    if train_turns is TrainTurns.LAST:
+        return "nothing to learn: the loss weight of the last assistant turn is 0, and only that turn is trained"
+    if answers == 1:
+        return "nothing to learn: the loss weight of the only assistant turn is 0"
+    return f"nothing to learn: the loss weights of all {answers} assistant turns are 0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pickle import PicklingError
@@ -22,6 +22,7 @@ from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.machine import available_cores
 from vlmdata.registry import Registry, not_callable, problem_of, shown_name
 from vlmdata.storage import Store
+from vlmdata.wording import with_article
 from vlmdata.workers import WorkerError
 
 #: Engines by name. To add one, add a file here with an Engine class, and a line below.
@@ -37,19 +38,13 @@ REGISTRY = Registry[Any](
 
 @dataclass(frozen=True, eq=False)
 class ShardWork:
-    """Everything that a worker needs to make any shard of a run. Small and cheap to pickle.
+    """Everything that a worker needs to make any shard of a run. Small and cheap to pickle."""
 
-    Attributes:
-        source: The rows. A worker that shares memory with others takes a pickled copy, as sources keep files open.
-        config: All options that can change the bytes.
-        store: Destination of shards and their records; every worker must be able to write to it.
-        tokenizer: The tokenizer at the start of the run.
-    """
-
+    #: The rows. A worker that shares memory with others takes a pickled copy, as sources keep files open.
     source: Source
-    config: PreprocessConfig
-    store: Store
-    tokenizer: TokenizerInfo
+    config: PreprocessConfig  # all options that can change the bytes
+    store: Store  # destination of shards and their records; every worker must be able to write to it
+    tokenizer: TokenizerInfo  # the tokenizer at the start of the run
 
     def prepare(self) -> ShardContext:
         """Loads tokenizer and recipe, and limits torch to one thread. Call it once per worker.
@@ -150,43 +145,80 @@ def make_shards(
     """Makes shards with an engine. Yields number and record of each finished shard.
 
     Raises:
-        SourceError: If the engine is the user's and fails.
-        RuntimeError: If the engine yields an unexpected shard, one twice, or too few.
+        SourceError: If the engine is the user's and fails, or yields anything but the record of each shard once.
     """
     waiting = {shard_name(job.number): job.number for job in jobs}
-    with closing(_named(engine, engine.run(work, jobs, workers, counters))) as made:
+    with closing(_made(engine, work, jobs, workers, counters)) as made:
         for record in made:
+            if not isinstance(record, ShardRecord):
+                what = with_article(type(record).__name__)
+                raise _unfit(engine, f"`run` yielded {what}, not the ShardRecord that make_shard returns")
             number = waiting.pop(record.info.name, None)
             if number is None:
-                raise RuntimeError(f"engine {type(engine).__name__} returned {record.info.name}, not one of its jobs")
+                raise _unfit(engine, f"`run` yielded {record.info.name} twice, or without a job for it")
             counters.finish(number, record)
             yield number, record
     if waiting:
-        raise RuntimeError(f"engine {type(engine).__name__} ended without {', '.join(waiting)}")
+        raise _unfit(engine, f"`run` ended without {', '.join(waiting)}")
 
 
-def _named(engine: Engine, made: Generator[ShardRecord]) -> Generator[ShardRecord]:
-    """Yields the engine's records; names it in errors of a user's engine."""
-    module = type(engine).__module__
-    try:
+def _made(
+    engine: Engine, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
+) -> Generator[object]:
+    """Yields what the engine yields; names it in errors of a user's engine."""
+    with errors_named(engine):
+        made: object = engine.run(work, jobs, workers, counters)  # a user's engine may return anything
+        if not isinstance(made, Generator):
+            what = with_article(type(made).__name__)
+            raise _unfit(engine, f"`run` returned {what}, not a generator: it must `yield` the records")
         with closing(made):
             yield from made
+
+
+@contextmanager
+def errors_named(engine: Engine) -> Iterator[None]:
+    """Names the engine, file and line in unexpected errors of a user's engine.
+
+    Raises:
+        SourceError: In place of such an error.
+    """
+    module = type(engine).__module__
+    try:
+        yield
     except (VlmdataError, WorkerError):
         raise
     except Exception as error:
-        if module.startswith(f"{__package__}."):
+        if _is_built_in(engine):
             raise
-        shown, kind = shown_name(module), type(engine).__name__
-        own_file, remedy = shown != module, ""
+        shown, remedy = shown_name(module), ""
+        own_file = shown != module
         if own_file and (isinstance(error, PicklingError | BrokenExecutor) or module in str(error)):
             remedy = (
                 " Other processes cannot import what is given as file.py:attribute, so its functions and classes "
-                f"cannot be sent to them: set PYTHONPATH to the file's folder and give --engine {shown}:{kind}."
+                f"cannot be sent to them: set PYTHONPATH to the file's folder and give --engine "
+                f"{shown}:{type(engine).__name__}."
             )
         raise SourceError(
-            f"--engine {shown}{'.py' if own_file else ''}:{kind}: it failed: {problem_of(error)}. Finished shards are "
-            f"kept.{remedy}"
+            f"{_named(engine)}: it failed: {problem_of(error, module)}. Finished shards are kept.{remedy}"
         ) from error
+
+
+def _unfit(engine: Engine, what: str) -> Exception:
+    """Returns the error of an engine that does not keep the rules: of a built-in one, a bug."""
+    if _is_built_in(engine):
+        return RuntimeError(f"{_named(engine)}: {what}")
+    return SourceError(f"{_named(engine)}: {what}. Finished shards are kept. The rules are in docs/extend/engine.md.")
+
+
+def _is_built_in(engine: Engine) -> bool:
+    return type(engine).__module__.startswith(f"{__package__}.")
+
+
+def _named(engine: Engine) -> str:
+    """Returns how the command names the engine: ``--engine threads.py:Threads``."""
+    module, kind = type(engine).__module__, type(engine).__name__
+    shown = shown_name(module)
+    return f"--engine {shown}{'.py' if shown != module else ''}:{kind}"
 
 
 def load_engine(name: str, options: Mapping[str, Any] | None = None) -> Engine:
@@ -200,8 +232,12 @@ def load_engine(name: str, options: Mapping[str, Any] | None = None) -> Engine:
         SourceError: If there is none, it is no engine, or the options are invalid.
     """
     engine: Engine = make_own(REGISTRY, name, options or {}, {"watch": True})
-    if not callable(getattr(engine, "run", None)):
-        raise SourceError(f"--engine {name}: it has no method `run`. Derive it from preprocess.engines.base.Engine.")
+    for method in ("run", "default_workers", "warm_up"):
+        if not callable(found := getattr(engine, method, None)):
+            but = "" if found is None else f", but {with_article(type(found).__name__)} of this name"
+            raise SourceError(
+                f"--engine {name}: it has no method `{method}`{but}. Derive it from preprocess.engines.base.Engine."
+            )
     return engine
 
 

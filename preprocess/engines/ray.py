@@ -232,21 +232,13 @@ def _require_visible(store: Store, record: ShardRecord, node: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _TaskInput:
-    """The argument that all tasks of a run share.
+    """The argument that all tasks of a run share."""
 
-    Attributes:
-        key: Identifies the run.
-        work: Data for workers.
-        fingerprints: Those of the driver's code and libraries.
-        tally: The actor that receives row counts.
-        folder: The driver's current folder, to which paths may be relative.
-    """
-
-    key: str
-    work: ShardWork
-    fingerprints: Mapping[str, Any]
-    tally: Any
-    folder: str
+    key: str  # identifies the run
+    work: ShardWork  # data for workers
+    fingerprints: Mapping[str, Any]  # those of the driver's code and libraries
+    tally: Any  # the actor that receives row counts
+    folder: str  # the driver's current folder, to which paths may be relative
 
 
 #: The context of the last run of this worker, by the run's key.

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from preprocess.config import PreprocessConfig
-from preprocess.recipes.base import REGISTRY, Recipe, load_recipe
-from preprocess.recipes.candidates import candidates_of
+from preprocess.recipes.base import REGISTRY, Recipe, candidates_of, load_recipe
 from preprocess.recipes.context import RecipeContext
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
@@ -22,10 +21,6 @@ _READ_ROWS, _TRIED_ROWS = 100, 8
 
 def choose_recipe(source: Source, spec: str) -> str:
     """Returns the name of the only built-in recipe that fits the source's columns.
-
-    Args:
-        source: The opened source.
-        spec: The source as given by the user, for messages.
 
     Raises:
         SourceError: If no recipe fits, or several do.
@@ -47,13 +42,7 @@ def choose_recipe(source: Source, spec: str) -> str:
 
 
 def recipe_for(source: Source, config: PreprocessConfig, media: MediaLoader | None = None) -> Recipe:
-    """The config's recipe.
-
-    Args:
-        source: The rows.
-        config: The options.
-        media: What it loads images with; None makes one.
-    """
+    """The config's recipe, with what loads its images; ``media`` of None makes that."""
     media = media or media_for(source, config)
     return load_recipe(config.recipe, config.recipe_options, media, RecipeContext.of(config))
 
@@ -108,13 +97,7 @@ def first_rows(sources: Iterable[Source]) -> str:
 
 
 def other_form(name: str, source: Source, row: Row) -> str:
-    """Says for a rejection that a row of a source whose rows differ is meant for another recipe; empty if it is not.
-
-    Args:
-        name: The recipe that rejected it.
-        source: The rows.
-        row: The row.
-    """
+    """Says for a rejection that a row of a source whose rows differ is meant for another recipe; empty if it is not."""
     fits = getattr(REGISTRY.find(name), "fits", None)
     if fits is None or source.rows.columns() is not None:
         return ""

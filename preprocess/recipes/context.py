@@ -10,7 +10,7 @@ from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.media.decode import decode_image
 from vlmdata.media.error import MediaError
-from vlmdata.media.size import SizeRequest, target_size
+from vlmdata.media.resize import SizeRequest, target_size
 
 
 @dataclass(frozen=True)

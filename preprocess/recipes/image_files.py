@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from preprocess.recipes.file_versions import ABSENT, FileVersions
 from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
 from preprocess.sources.identity import file_digest
 from vlmdata.storage import Store, Writing
@@ -35,21 +36,18 @@ SCHEMA = pa.schema(
 #: Clocks of file servers and this machine may differ, so files modified shortly before the run are read too.
 _MARGIN_NS = 60 * 10**9
 _THREADS = 16
+#: Size of a missing file.
+ABSENT = -1
+_ENTRY = np.dtype([("path", np.uint64), ("content", np.uint64)])
 
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """An image file used by a shard.
+    """An image file used by a shard."""
 
-    Attributes:
-        path: Path relative to the image root, or absolute.
-        bytes: Size in bytes; -1 if the file was missing.
-        xxh3_128: Hash of the content; empty if not read.
-    """
-
-    path: str
-    bytes: int
-    xxh3_128: str
+    path: str  # path relative to the image root, or absolute
+    bytes: int  # size in bytes; -1 if the file was missing
+    xxh3_128: str  # hash of the content; empty if not read
 
 
 def recorded_file(path: str, size: int | None, data: bytes | None) -> RecordedFile:
@@ -171,3 +169,43 @@ def listed(changed: Mapping[int, Sequence[str]], shown: int = 3) -> str:
     """Formats changed files for a message: ``a.png, b.png, … (7 in total)``."""
     paths = sorted({path for paths in changed.values() for path in paths})
     return ", ".join(paths[:shown]) + (f", … ({len(paths):,} in total)" if len(paths) > shown else "")
+
+
+class FileVersions:
+    """Collects hashes of paths and contents, 16 bytes for each file of a shard."""
+
+    def __init__(self) -> None:
+        self._entries: list[npt.NDArray[np.void]] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Adds the list of a shard's files."""
+        entries = [
+            (xxhash.xxh3_64_intdigest(path.encode()), xxhash.xxh3_64_intdigest(f"{size} {digest}".encode()))
+            for path, size, digest in _known(table)
+        ]
+        self._entries.append(np.unique(np.array(entries, _ENTRY)))
+
+    def several(self) -> set[int]:
+        """Returns the hashes of paths with more than one content."""
+        if not self._entries:
+            return set()
+        distinct = np.unique(np.concatenate(self._entries))
+        paths = distinct["path"]
+        return set(paths[1:][paths[1:] == paths[:-1]].tolist())
+
+
+def shards_of_paths(lists: Iterable[bytes], hashes: set[int]) -> dict[str, list[int]]:
+    """Returns the shards that name each of the files in :meth:`FileVersions.several`, by path."""
+    found: dict[str, list[int]] = {}
+    for content in lists:
+        table = pq.read_table(io.BytesIO(content))
+        for path, shard in zip(table["path"].to_pylist(), table["shard"].to_pylist(), strict=True):
+            if xxhash.xxh3_64_intdigest(path.encode()) in hashes:
+                found.setdefault(path, []).append(shard)
+    return found
+
+
+def _known(table: pa.Table) -> Iterable[tuple[str, int, str]]:
+    """Yields path, size and hash of the files that were read or found missing."""
+    columns = (table[name].to_pylist() for name in ("path", "bytes", "xxh3_128"))
+    return (row for row in zip(*columns, strict=True) if row[2] or row[1] == ABSENT)

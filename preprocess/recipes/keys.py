@@ -7,63 +7,15 @@ from typing import Any
 
 from vlmdata.wording import encodable
 
+_NAMES = {"id", "ids", "idx", "index", "uid", "uuid", "guid", "key", "__key__", "__index_level_0__"}  # of the row
+_ORIGIN = {"source", "sources", "origin", "dataset", "dataset_name", "data_source", "subset", "split", "channel", "url"}
+_ORIGIN |= {"__url__", "__local_path__", "file_name", "filename"}
+_TOPIC = {"category", "task", "task_type", "type", "topic", "tags", "difficulty", "language", "lang"}
+_OTHERS = {"license", "model", "metadata", "meta", "created", "created_at", "timestamp", "date"}
+_SIZES = {"width", "height", "image_width", "image_height"}  # of the file, which contains them
+_TOOLS = {"parallel_tool_calls"}  # OpenAI: execution of tools by its service
 #: Columns about the origin or topic of a row that do not affect learning.
-HARMLESS_COLUMNS = frozenset(
-    {
-        # names of the row
-        "id",
-        "ids",
-        "idx",
-        "index",
-        "uid",
-        "uuid",
-        "guid",
-        "key",
-        "__key__",
-        "__index_level_0__",
-        # origin
-        "source",
-        "sources",
-        "origin",
-        "dataset",
-        "dataset_name",
-        "data_source",
-        "subset",
-        "split",
-        "channel",
-        "url",
-        "__url__",
-        "__local_path__",
-        "file_name",
-        "filename",
-        # topic
-        "category",
-        "task",
-        "task_type",
-        "type",
-        "topic",
-        "tags",
-        "difficulty",
-        "language",
-        "lang",
-        "license",
-        "model",
-        # other metadata
-        "metadata",
-        "meta",
-        "created",
-        "created_at",
-        "timestamp",
-        "date",
-        # sizes of the file, which the file contains
-        "width",
-        "height",
-        "image_width",
-        "image_height",
-        # OpenAI: execution of tools by its service
-        "parallel_tool_calls",
-    }
-)
+HARMLESS_COLUMNS = frozenset(_NAMES | _ORIGIN | _TOPIC | _OTHERS | _SIZES | _TOOLS)
 
 
 class KeyLog:
@@ -91,11 +43,7 @@ class KeyLog:
                 (self._harmless if known else self._unknown).add(encodable(where + key))
 
     def note_padding(self, where: str) -> None:
-        """Records that a struct of Arrow lost keys without a value.
-
-        Args:
-            where: Prefix of the keys, such as ``tools[].``.
-        """
+        """Records that a struct of Arrow, such as ``tools[].``, lost keys without a value."""
         self._harmless.add(f"{where}* (null)")
 
     @property

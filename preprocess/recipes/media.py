@@ -9,19 +9,26 @@ import base64
 import binascii
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from preprocess.recipes.ahead import Ahead, image_names
 from preprocess.recipes.image_files import RecordedFile, recorded_file, recorded_path
 from preprocess.recipes.remote_root import MAX_FILE_BYTES, FetchProblem, RemoteRoot, require_remote_root
 from preprocess.reject import RowRejected, excerpt
+from preprocess.sources.kinds import is_image
 from vlmdata.errors import SourceError
 from vlmdata.locations import is_url, is_web, place_of
 from vlmdata.reasons import Reason
+
+#: Images that a worker fetches at a time.
+_THREADS = 16
+#: Images that are fetched ahead, or wait to be asked for, at a time; others are fetched when they are asked for.
+_MOST_IMAGES = 64
+_MOST_CHARACTERS = 2048
 
 
 def require_image_root(image_root: str | None) -> None:
@@ -212,3 +219,56 @@ def _data_uri(uri: str, field: str) -> bytes:
         return base64.b64decode("".join(payload.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise RowRejected(Reason.NOT_AN_IMAGE, f"{field}: {excerpt(uri)}: not base64: {error}") from error
+
+
+class Ahead:
+    """Fetches that were begun. One per worker; its methods are for one thread."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+        self._begun: dict[str, Future[bytes]] = {}
+
+    def begin(self, wanted: Mapping[str, Callable[[], bytes]]) -> list[str]:
+        """Begins fetches; gives those that were not begun before, for :meth:`forget`.
+
+        Args:
+            wanted: What fetches each image, by its name.
+        """
+        self._threads = self._threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
+        missing = [name for name in wanted if name not in self._begun][: _MOST_IMAGES - len(self._begun)]
+        new = {name: self._threads.submit(wanted[name]) for name in missing}
+        self._begun |= new
+        return list(new)
+
+    def get(self, name: str, fetch: Callable[[], bytes]) -> bytes:
+        """An image, as it was fetched ahead, or fetched now."""
+        begun = self._begun.get(name)
+        return fetch() if begun is None else begun.result()
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Drops images that are no longer needed."""
+        for name in names:
+            self._begun.pop(name).cancel()
+
+
+def image_names(value: Any) -> list[str]:
+    """Texts in a row that look like paths or URLs of images, in their order; at most so many."""
+    found: dict[str, None] = {}
+    for text in _texts(value):
+        if len(text) <= _MOST_CHARACTERS and is_image(text.partition("?")[0]):
+            found[text] = None
+        if len(found) == _MOST_IMAGES:
+            break
+    return list(found)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        if not isinstance(value.get("bytes"), bytes):  # a stored image needs no file
+            for inner in value.values():
+                yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)

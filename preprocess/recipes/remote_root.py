@@ -39,13 +39,9 @@ class FetchProblem(Exception):
 
 @dataclass(frozen=True)
 class RemoteRoot:
-    """The root URL of image paths.
+    """The root URL of image paths."""
 
-    Attributes:
-        url: The URL, without a trailing slash.
-    """
-
-    url: str
+    url: str  # the URL, without a trailing slash
 
     def name_of(self, path: str) -> str:
         """Returns a path relative to the root, without ``.`` and ``..``.

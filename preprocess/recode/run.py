@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.engines.base import system_message
-from preprocess.recode.old import OldDataset
 from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
 from preprocess.run.claim import directory_claim
 from preprocess.run.closing import merged_index
-from preprocess.run.directory import tidied
-from preprocess.run.place import clear_place, is_ours, prepare_place, read_manifest, resource_errors
-from preprocess.shards.fingerprints import (
-    as_recorded,
-    codec_fingerprints,
-    tokenizer_identity,
-)
+from preprocess.run.directory import clear_place, is_ours, prepare_place, read_manifest, resource_errors, tidied
+from preprocess.shards.fingerprints import as_recorded, codec_fingerprints, tokenizer_identity
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, canonical_hash, differences
@@ -41,9 +35,13 @@ from vlmdata.format.schema import (
     shard_name,
 )
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
-from vlmdata.locations import is_url
-from vlmdata.media.codecs import REGISTRY, codec
+from vlmdata.locations import is_url, place_of
+from vlmdata.media.codecs import RAW, REGISTRY, codec, libraries_of
 from vlmdata.storage import Lock, Store, open_store
+from vlmdata.storage.folder import Folder
+from vlmdata.storage.join_checks import small_file_problems
+from vlmdata.storage.open import open_remote, shards_of
+from vlmdata.storage.shards import DatasetShards
 from vlmdata.version import __version__
 from vlmdata.workers import WorkersDied, in_workers
 
@@ -54,21 +52,13 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RecodeResult:
-    """Result of a recoding.
+    """Result of a recoding."""
 
-    Attributes:
-        old: Manifest of the old dataset.
-        was: Name of the old codec; of a join of several codecs, their names.
-        manifest: Manifest of the new dataset.
-        made: Number of shards made in this run.
-        kept: Number of shards that were already finished.
-    """
-
-    old: Manifest
-    was: str
-    manifest: Manifest
-    made: int
-    kept: int
+    old: Manifest  # manifest of the old dataset
+    was: str  # name of the old codec; of a join of several codecs, their names
+    manifest: Manifest  # manifest of the new dataset
+    made: int  # number of shards made in this run
+    kept: int  # number of shards that were already finished
 
 
 def recode_dataset(
@@ -154,7 +144,7 @@ def _require_change(old: OldDataset, store: Store, pixels: str | None) -> None:
             )
         raise UsageError(f"--pixels {pixels}: it stores the original files, which the dataset does not have. {remedy}")
     else:
-        codec(pixels).libraries()  # raises an error if the codec's package is not installed
+        libraries_of(codec(pixels))  # raises an error if the codec's package is not installed
     local = not (is_url(old.name) or is_url(str(store)))
     if old.name == str(store) or (local and Path(old.name).resolve() == Path(str(store)).resolve()):
         raise UsageError(f"--out {store}: is the dataset to read; give another folder")
@@ -299,3 +289,46 @@ def _copy(old: OldDataset, store: Store, name: str) -> None:
     with open(old.directory / name, "rb") as content, store.writing(name) as file:
         while piece := content.read(_COPIED_BYTES):
             file.write(piece)
+
+
+@dataclass(frozen=True, eq=False)
+class OldDataset:
+    """A finished dataset."""
+
+    name: str  # the name that the user gave it
+    manifest: Manifest  # its manifest
+    directory: Path  # a local folder with all files except the shards
+    shards: DatasetShards  # access to its shards
+
+    @classmethod
+    def open(cls, location: str | PathLike[str]) -> OldDataset:
+        """Opens a dataset in a folder or at a URL.
+
+        Raises:
+            DatasetFormatError: If it is not a dataset, or one of its small files is missing or damaged.
+            ResourceError: If a URL cannot be cached.
+        """
+        name = place_of(location)
+        directory = open_remote(name).directory if is_url(name) else Path(name)
+        manifest = Manifest.read(directory)
+        found = cls(name, manifest, directory, shards_of(name, manifest))
+        problems = list(small_file_problems(Folder(directory), manifest))
+        if problems:
+            raise DatasetFormatError(
+                f"{name}: {'; '.join(problems)}. Run `vlmdata verify` on it to see how to repair it."
+            )
+        return found
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Names of the codecs that it was made with: one, or several if datasets of different codecs were joined."""
+        return tuple(dict.fromkeys(_codecs(self.manifest.config)))
+
+
+def _codecs(config: Mapping[str, Any]) -> Iterator[str]:
+    if JOINED in config:
+        for each in config[JOINED]:
+            yield from _codecs(each)
+    else:
+        options = config.get("options")
+        yield str(options.get("pixels", RAW)) if isinstance(options, Mapping) else RAW

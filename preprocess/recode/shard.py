@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 
 from preprocess.config import TrainTurns
-from preprocess.shards.items import encode_item
 from preprocess.shards.job import ShardRecord, progress_name, totals_of
+from preprocess.shards.samples import encode_item
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features
@@ -34,21 +34,13 @@ _COPIED_BYTES = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class RecodeWork:
-    """Data that a worker needs to recode any shard. Small and cheap to pickle.
+    """Data that a worker needs to recode any shard. Small and cheap to pickle."""
 
-    Attributes:
-        manifest: Manifest of the old dataset.
-        index: Its index, a local file.
-        shards: Access to its shards.
-        pixels: Name of the new codec; None keeps the shards as they are, for the index of the current format.
-        store: Destination of new shards and their records.
-    """
-
-    manifest: Manifest
-    index: Path
-    shards: DatasetShards
-    pixels: str | None
-    store: Store
+    manifest: Manifest  # manifest of the old dataset
+    index: Path  # its index, a local file
+    shards: DatasetShards  # access to its shards
+    pixels: str | None  # name of the new codec; None keeps the shards as they are, for the index of the current format
+    store: Store  # destination of new shards and their records
 
     @property
     def shares_images(self) -> bool:
@@ -61,10 +53,6 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
     """Makes one shard and its records, as ``vlmdata preprocess`` would with this codec.
 
     The tar is renamed first, the record ``.json`` last: a shard whose ``.json`` exists is complete.
-
-    Args:
-        number: Number of the shard.
-        work: Old dataset, codec and destination.
 
     Returns:
         The shard's record, as written, without unused keys and rejection reasons; the dataset has these.
@@ -158,19 +146,12 @@ def _encoded(pixels: str, item: Item, what: str) -> Buffer:
 
 @dataclass(frozen=True, eq=False)
 class _StoredSample:
-    """A sample as it is stored.
+    """A sample as it is stored."""
 
-    Attributes:
-        metadata: Its JSON.
-        tokens: All arrays except the patches, by member name.
-        start: Offset of its first byte in the shard.
-        content: All its bytes.
-    """
-
-    metadata: dict[str, Any]
-    tokens: dict[str, npt.NDArray[Any]]
-    start: int
-    content: memoryview
+    metadata: dict[str, Any]  # its JSON
+    tokens: dict[str, npt.NDArray[Any]]  # all arrays except the patches, by member name
+    start: int  # offset of its first byte in the shard
+    content: memoryview  # all its bytes
 
 
 class _SampleReader:

@@ -1,4 +1,4 @@
-"""Locks a store for one whole run, or for any number of different parts of a run.
+"""Parts of a run, and the locks of a store for one whole run or for any number of different parts.
 
 A whole run locks the store and then checks for parts. A part takes a lock of its own and then checks for a whole run.
 So if two begin at the same moment, at least one detects the other, and parts run side by side.
@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 
-from preprocess.run.part import Part
-from preprocess.run.place import LOCK_FILE
-from vlmdata.errors import ResourceError
+from preprocess.run.directory import LOCK_FILE
+from vlmdata.errors import ResourceError, UsageError
 from vlmdata.format.schema import PROGRESS_DIR
 from vlmdata.storage import Lock, LockedError, Store
 
+_PART = re.compile(r"([0-9]+)/([0-9]+)")
 _PART_LOCK = re.compile(r"part-(\d+)-of-(\d+)\.lock")
 #: Checking a lock in a folder takes it briefly. Another command that meets it then retries for this long.
 _SECONDS_OF_A_CHECK = 2.0
@@ -26,6 +28,45 @@ _SECONDS_FOR_A_RUN = 10.0
 _SECONDS_BETWEEN_TRIES = 0.1
 #: Locks checked in parallel. In an object store, a lock whose holder may be dead takes half a minute.
 _CHECKS = 32
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """Every ``parts``-th shard, beginning with shard ``number - 1``. Part 3 of 16 has shards 2, 18, 34 and so on."""
+
+    number: int  # the part, from 1
+    parts: int  # number of parts
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Parses text such as ``3/16``.
+
+        Raises:
+            UsageError: If the text does not name a part.
+        """
+        match = _PART.fullmatch(text)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise UsageError(f"--part {text}: give it as NUMBER/PARTS, from 1/16 to 16/16 for 16 parts")
+        return cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def for_shard(cls, shard: int, parts: int) -> Part:
+        """Returns the part that makes a shard."""
+        return cls(shard % parts + 1, parts)
+
+    def has(self, shard: int) -> bool:
+        """True if the shard belongs to this part."""
+        return shard % self.parts == self.number - 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.parts}"
+
+
+def job_array(parts: Iterable[Part]) -> str:
+    """Formats part numbers as the option of a job array: ``2,5-7``."""
+    numbers = sorted({part.number for part in parts})
+    spans = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0])]
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
 
 
 @contextmanager

@@ -14,14 +14,12 @@ import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import system_message
-from preprocess.recipes.file_versions import FileVersions, shards_of_paths
-from preprocess.recipes.image_files import merge_files
-from preprocess.run.part import Part, job_array
+from preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
+from preprocess.run.claim import Part, job_array
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
-from preprocess.shards.sums import most_frequent, summed
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.index_row import index_schema
-from vlmdata.format.manifest import Manifest, Totals, canonical_hash
+from vlmdata.format.manifest import Manifest, Totals, canonical_hash, summed
 from vlmdata.format.schema import (
     IMAGE_FILES,
     IMAGE_FILES_NAME,
@@ -32,13 +30,16 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
 )
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
+from vlmdata.format.writing import Hashing
 from vlmdata.storage import Lock, Store
-from vlmdata.storage.hashing import Hashing
 from vlmdata.version import __version__
 from vlmdata.wording import counted
 
 #: Largest number of row groups of an index. Describing one takes about 4 kB in the file and 20 kB in memory.
 _MOST_ROW_GROUPS = 1000
+#: Further keys are counted together, so that data with names or ids as keys cannot fill the manifest.
+_MOST_KEYS = 200
+_OTHERS = "(other keys)"
 _TOTALS = tuple(field.name for field in fields(Totals))
 
 
@@ -185,3 +186,10 @@ def saved_tokenizer(store: Store, tokenizer: ChatTokenizer) -> Iterator[Path]:
         except Exception as error:  # its Rust part raises this on a full disk
             raise OSError(f"the tokenizer cannot be saved: {error}") from error
         yield folder
+
+
+def most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
+    """Returns the counts of the most frequent keys, and of all others together, sorted by name."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    others = sum(count for _, count in ordered[_MOST_KEYS:])
+    return dict(sorted([*ordered[:_MOST_KEYS], *([(_OTHERS, others)] if others else [])]))

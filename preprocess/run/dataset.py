@@ -9,15 +9,13 @@ from os import PathLike
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.encode.probe import require_usable
-from preprocess.engines.base import Engine, ShardWork, make_shards
+from preprocess.engines.base import Engine, ShardWork, errors_named, make_shards
 from preprocess.engines.local import Local
 from preprocess.recipes.choice import image_root_of
-from preprocess.run.claim import part_claim, whole_claim
+from preprocess.run.claim import Part, part_claim, whole_claim
 from preprocess.run.closing import close_dataset
-from preprocess.run.directory import ShardPlan, begin, tidied
+from preprocess.run.directory import ShardPlan, begin, clear_place, prepare_place, resource_errors, tidied
 from preprocess.run.earlier_files import EarlierFiles
-from preprocess.run.part import Part
-from preprocess.run.place import clear_place, prepare_place, resource_errors
 from preprocess.run.repair import Repair, find_damage, with_deadly_rows
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import run_identity
@@ -30,16 +28,13 @@ from vlmdata.storage import Lock, Store, open_store
 
 @dataclass(frozen=True)
 class Watcher:
-    """Callbacks that follow a run.
+    """Callbacks that follow a run."""
 
-    Attributes:
-        started: Called once with the numbers of rows, shards and finished shards, and the live counters.
-        shard_done: Called with the record of each shard made in this run.
-        files_changed: Called with the shards that are recreated because image files have changed, and these files.
-    """
-
+    #: Called once with the numbers of rows, shards and finished shards, and the live counters.
     started: Callable[[int, int, int, Counters], None] = lambda rows, shards, done, counters: None
+    #: Called with the record of each shard made in this run.
     shard_done: Callable[[ShardRecord], None] = lambda record: None
+    #: Called with the shards that are recreated because image files have changed, and these files.
     files_changed: Callable[[Mapping[int, Sequence[str]]], None] = lambda changed: None
 
 
@@ -105,7 +100,8 @@ def preprocess_dataset(
     """
     watcher, engine, store = watcher or Watcher(), engine or Local(), _store(out)
     if overwrite or store.size(MANIFEST_NAME) is None:
-        engine.warm_up(workers)
+        with errors_named(engine):
+            engine.warm_up(workers)
     run = _Run.prepared(source, store, config, engine, workers, hash_source)
     _prepare(store)
     with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store, lock):
@@ -153,7 +149,8 @@ def preprocess_part(
     """
     watcher, engine, store = watcher or Watcher(), engine or Local(), _store(out)
     if store.size(MANIFEST_NAME) is None:
-        engine.warm_up(workers)
+        with errors_named(engine):
+            engine.warm_up(workers)
     run = _Run.prepared(source, store, config, engine, workers, hash_source)
     jobs = [job for job in run.jobs if part.has(job.number)]
     nothing_to_do = PartResult(part, (), made=0, kept=len(jobs), finished=True)

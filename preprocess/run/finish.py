@@ -8,12 +8,10 @@ from os import PathLike
 from typing import Any
 
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from preprocess.run.claim import directory_claim, named, parts_at_work
+from preprocess.run.claim import Part, directory_claim, named, parts_at_work
 from preprocess.run.closing import close_dataset
 from preprocess.run.dataset import RunResult
-from preprocess.run.directory import ShardPlan, read_identity, tidied
-from preprocess.run.part import Part
-from preprocess.run.place import read_manifest
+from preprocess.run.directory import ShardPlan, read_identity, read_manifest, tidied
 from preprocess.shards.fingerprints import tokenizer_identity
 from preprocess.shards.job import finished_records
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError

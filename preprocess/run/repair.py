@@ -23,7 +23,6 @@ from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.reindex import index_rows_of
 from vlmdata.format.schema import (
-    IMAGE_FILES,
     IMAGE_FILES_NAME,
     INDEX_NAME,
     LEDGER_NAME,
@@ -61,10 +60,7 @@ def find_damage(store: Store, manifest: Manifest) -> Damage:
     with store.local(*(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))) as folder:
         # Added files are left alone: removing what this program did not make is up to the user.
         tokenizer = any(check != STRAY for _, check, _ in tokenizer_findings(folder, manifest))
-    hashes = {INDEX_NAME: manifest.index_sha256, LEDGER_NAME: manifest.ledger_sha256}
-    if IMAGE_FILES in manifest.source:
-        hashes[IMAGE_FILES_NAME] = manifest.source[IMAGE_FILES]["sha256"]
-    others = [name for name, digest in hashes.items() if store.sha256(name) != digest]
+    others = [name for name, digest in manifest.small_files.items() if store.sha256(name) != digest]
     shards = tuple(n for n, info in enumerate(manifest.shards) if sizes.get(info.name) != info.bytes)
     return Damage(shards, (*others, *([TOKENIZER_DIR] if tokenizer else [])))
 
@@ -113,8 +109,8 @@ class Repair:
                 self._require(LEDGER_NAME, ledger.sha256, self.manifest.ledger_sha256, _OTHER_SOURCE)
         if IMAGE_FILES_NAME in damage.others:
             with merged_image_files(store, scratch) as files:
-                expected = self.manifest.source[IMAGE_FILES]["sha256"]
-                self._require(IMAGE_FILES_NAME, "none" if files is None else files["sha256"], expected, _OTHER_SOURCE)
+                found = "none" if files is None else files["sha256"]
+                self._require(IMAGE_FILES_NAME, found, self.manifest.small_files[IMAGE_FILES_NAME], _OTHER_SOURCE)
             store.stamp(IMAGE_FILES_NAME, scratch.modified_ns(_BEGUN))
         if TOKENIZER_DIR in damage.others:
             self._save_tokenizer()

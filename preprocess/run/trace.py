@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from preprocess.encode import EncodedSample, Encoder
-from preprocess.recipes.base import Recipe
-from preprocess.recipes.candidates import Candidate, candidates_of
+from preprocess.recipes.base import Candidate, Recipe, candidates_of
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from preprocess.sources.rows import Source

@@ -1,22 +1,30 @@
-"""Fingerprints of what determines a dataset's bytes besides options: code and library versions."""
+"""Fingerprints of code and libraries, which determine a dataset's bytes, and what differs between two runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import inspect
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from preprocess.config import PreprocessConfig
 from preprocess.own_options import make_options
 from preprocess.recipes.base import REGISTRY as RECIPES
-from preprocess.shards.source_code import recipe_fingerprint, source_fingerprint
 from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.format.manifest import differences
 from vlmdata.format.schema import SCHEMA_VERSION
 from vlmdata.format.tokenizer_info import TokenizerInfo, tokenizer_to_json
-from vlmdata.media.codecs import RAW
+from vlmdata.media.codecs import RAW, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.versions import decoder_versions
+from vlmdata.registry import module_named, shown_name
 from vlmdata.version import __version__
 
 #: Libraries that can change pixels (decoders, resize) or tokens (tokenizer, template engine).
@@ -25,6 +33,29 @@ _LIBRARIES = ("jinja2", "pillow", "tokenizers", "torch", "torchvision", "transfo
 _FAMILY_SOURCE, _CODEC, _CODEC_SOURCE = "family_source", "codec", "codec_source"
 #: Fingerprints that earlier versions did not record.
 _LATER = (_FAMILY_SOURCE, _CODEC_SOURCE)
+_TOUCHED = (
+    "(source files were touched since the run began; whether their bytes changed is known only of runs that began with "
+    "--hash-source. Copies that keep the times, as cp -p and rsync -t make them, do.)"
+)
+_OTHER_MARKS = "(runs of earlier versions, and with --hash-source, know a source by its bytes: give --hash-source)"
+#: What helps for a difference, by the beginning of its line; the first that fits.
+_REMEDIES = (
+    ("config.options", "repeat the earlier options"),
+    ("config.fingerprints.recipe", "restore the recipe's code"),
+    ("config.fingerprints.family_source", "restore the code of the family's rules"),
+    ("config.fingerprints.codec_source", "restore the codec's code"),
+    ("config.fingerprints.tokenizer", "restore the tokenizer's files"),
+    ("config.fingerprints.chat_template", "restore the tokenizer's files"),
+    ("tokenizer", "restore the tokenizer's files"),
+    ("config.fingerprints", "install the earlier versions"),
+    ("source", "restore the source"),
+)
+_ADDED = (
+    "To add rows to a dataset, make a second one of the new rows alone: a loader reads a list of datasets, and "
+    "`vlmdata join` makes one of several."
+)
+#: Packages whose modules hold rules that a family's or codec's module takes from elsewhere.
+_PACKAGES = ("vlmdata.families", "vlmdata.media.codecs")
 
 
 def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str, Any]:
@@ -58,10 +89,8 @@ def codec_fingerprints(name: str) -> dict[str, Any]:
     if name == RAW:
         return {}
     made = CODECS.find(name)
-    libraries = made.libraries()
-    return ({_CODEC: dict(libraries)} if libraries else {}) | {
-        _CODEC_SOURCE: source_fingerprint(CODECS.target(name), made)
-    }
+    libraries = libraries_of(made)
+    return ({_CODEC: libraries} if libraries else {}) | {_CODEC_SOURCE: source_fingerprint(CODECS.target(name), made)}
 
 
 def run_identity(
@@ -105,3 +134,130 @@ def as_recorded(config: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
     left_out = {name for name in _LATER if name not in known}
     found = {name: value for name, value in config["fingerprints"].items() if name not in left_out}
     return {**config, "fingerprints": found}
+
+
+def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Lists the differences between two runs' identities, one line each; empty if one can continue the other.
+
+    Ignores what earlier versions did not record.
+    """
+    known = dict(now)
+    if "source_times" not in before:
+        known.pop("source_times", None)
+    if "tokenizer" not in before:
+        del known["tokenizer"]
+    else:
+        known["tokenizer"] = {name: value for name, value in now["tokenizer"].items() if name in before["tokenizer"]}
+    known["config"] = as_recorded(now["config"], before.get("config", {}))
+    return differences(before, json.loads(json.dumps(known)))
+
+
+def refusal(
+    place: object, state: str, changed: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> str:
+    """Says that a run cannot be continued, with the differences and what helps."""
+    lines = list(changed)
+    same_source = before.get("source") == json.loads(json.dumps(now["source"]))
+    if same_source and any(line.startswith("source_times") for line in changed):
+        lines.append(_TOUCHED)
+    elif _other_marks(before.get("source"), now["source"]):
+        lines.append(_OTHER_MARKS)
+    listed = "\n".join(f"  {line}" for line in lines)
+    # Another recipe, codec, family or tokenizer has other fingerprints too.
+    options = any(line.startswith("config.options") for line in changed)
+    follow = ("config.fingerprints", "tokenizer") if options else ()
+    remedy = " and ".join(dict.fromkeys(_remedy(line) for line in changed if not line.startswith(follow)))
+    added = "" if same_source else f"\n{_ADDED}"
+    return (
+        f"{place}: contains {state} of another configuration:\n{listed}\n{remedy[:1].upper()}{remedy[1:]} to continue "
+        f"it, give another --out, or use --overwrite to start over.{added}"
+    )
+
+
+def _remedy(line: str) -> str:
+    return next((remedy for beginning, remedy in _REMEDIES if line.startswith(beginning)), "repeat the earlier command")
+
+
+def _other_marks(before: Any, now: Mapping[str, Any]) -> bool:
+    """True if two identities of a source may be of the same files, known by other marks."""
+    files, others = (side.get("files") if isinstance(side, Mapping) else None for side in (before, now))
+    if not files or not others or len(files) != len(others):
+        return False
+    told = ("name", "bytes")
+    same = all(one.get(name) == other.get(name) for one, other in zip(files, others, strict=True) for name in told)
+    kinds = [{name for file in side for name in file if name not in told} for side in (files, others)]
+    return same and kinds[0] != kinds[1]
+
+
+#: Folders of installed modules.
+_INSTALLED = frozenset(Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib"))
+
+
+def source_fingerprint(target: str, made: object) -> str:
+    """Returns the sha256 of the source code of a family or codec.
+
+    The source code is the module, the modules of the classes that ``made`` is derived from, and what these modules
+    import by name from their own package, from :mod:`vlmdata.families` or from :mod:`vlmdata.media.codecs`. A module
+    without a package has those in its folder, unless it is installed: that folder has the modules of others.
+
+    Args:
+        target: Its ``module:attribute`` or ``file.py:attribute``.
+        made: The family or codec in it.
+    """
+    start = module_named(target.partition(":")[0])
+    found: dict[str, ModuleType] = {}
+    waiting = [start, *(module for module in _modules_of(type(made).__mro__) if not _is_pythons(module))]
+    own = {*_PACKAGES, *(module.__package__ for module in waiting if module.__package__)}
+    folders = {_folder(module) for module in waiting if not module.__package__} - {None, *_INSTALLED}
+    while waiting:
+        module = waiting.pop()
+        if module.__name__ not in found:
+            found[module.__name__] = module
+            waiting += [each for each in _modules_of(vars(module).values()) if _holds_rules(each, own, folders)]
+    digest = hashlib.sha256()
+    for module in sorted(found.values(), key=lambda each: shown_name(each.__name__)):
+        source = _source(module)
+        digest.update(f"{shown_name(module.__name__)} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+def recipe_fingerprint(name: str) -> str:
+    """Returns the sha256 of a recipe's source code: of the file that defines it, or of all files of its package."""
+    digest = hashlib.sha256(inspect.getsource(inspect.getmodule(RECIPES.find(name)) or object).encode())
+    package = module_named(RECIPES.target(name).partition(":")[0])
+    for folder in map(Path, getattr(package, "__path__", ())):
+        for file in sorted(folder.rglob("*.py")):
+            source = file.read_bytes()
+            digest.update(f"{file.relative_to(folder).as_posix()} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+def _modules_of(values: Any) -> Iterator[ModuleType]:
+    """Yields the modules among some values, and those that define classes and functions among them."""
+    for value in tuple(values):
+        module = value if isinstance(value, ModuleType) else inspect.getmodule(value) if callable(value) else None
+        if module is not None:
+            yield module
+
+
+def _is_pythons(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _source(module: ModuleType) -> bytes:
+    """Returns the source code of a module; of one that has none, such as a compiled one, its file."""
+    try:
+        return inspect.getsource(module).encode()
+    except (OSError, TypeError):
+        return Path(str(module.__file__)).read_bytes()
+
+
+def _folder(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve().parent if file else None
+
+
+def _holds_rules(module: ModuleType, packages: set[str], folders: set[Path | None]) -> bool:
+    """True for modules of some packages or folders, except packages, whose registries list other modules."""
+    beside = not module.__package__ and _folder(module) in folders
+    return (beside or module.__package__ in packages) and not hasattr(module, "__path__")

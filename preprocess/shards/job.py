@@ -9,33 +9,31 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.encode import Encoder
-from preprocess.recipes.base import Recipe
-from preprocess.recipes.candidates import candidates_of
+from preprocess.config import Overlong, PreprocessConfig, TrainTurns
+from preprocess.conversation import Conversation, Document
+from preprocess.encode import EncodedSample, Encoder
+from preprocess.recipes.base import Candidate, Recipe, candidates_of, unexpected
 from preprocess.recipes.choice import media_for, other_form, recipe_for
 from preprocess.recipes.image_files import RecordedFile, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.row import Row
-from preprocess.shards.encoded import attempted, encoded_candidates
-from preprocess.shards.items import Items, encoded_items
 from preprocess.shards.read_ahead import rows_of
-from preprocess.shards.samples import count_turns, write_sample
-from preprocess.shards.sums import shortened, summed
+from preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Rejection
-from vlmdata.format.manifest import ShardInfo, Totals, differences
+from vlmdata.format.manifest import ShardInfo, Totals, differences, summed
 from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
 from vlmdata.format.shard import ShardWriter
 from vlmdata.format.tokenizer_info import TokenizerInfo
@@ -43,6 +41,7 @@ from vlmdata.storage import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"
 FILES_SUFFIX = "files"
+_LONGEST_KEY = 120
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class ShardRecord:
     features: tuple[str, ...]  # that its samples use, sorted
     unused: dict[str, int] = field(default_factory=dict)  # samples by key: harmless ones
     unknown: dict[str, int] = field(default_factory=dict)  # and those that the recipe does not know
-    turns: dict[str, int] = field(default_factory=dict)  # see vlmdata.format.turns
+    turns: dict[str, int] = field(default_factory=dict)  # as in the manifest
 
     def to_json(self) -> bytes:
         """Returns the JSON text of the record."""
@@ -253,3 +252,64 @@ def totals_of(info: ShardInfo, rows: Sequence[IndexRow], file_bytes: int = 0) ->
         item_bytes=sum(stored.values()),
         file_bytes=file_bytes,
     )
+
+
+type _Outcome = EncodedSample | RowRejected
+type _Encoded = tuple[Conversation | Document | None, Sequence[_Outcome]]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedCandidate:
+    """What a candidate became: its samples and rejections, with their places in the list of the row."""
+
+    made: Conversation | Document | None  # None if the candidate was rejected whole
+    outcomes: Sequence[tuple[Place, _Outcome]]
+
+
+def encoded_candidates(candidates: Sequence[Candidate], recipe: Recipe, encoder: Encoder) -> Iterator[EncodedCandidate]:
+    """Yields what each candidate of a row became, in order."""
+    config, listed = encoder.config, candidates[0].sample is not None
+    each_turn = config.train_turns is TrainTurns.EACH
+    # One candidate after another, as each holds its images.
+    encoded: Iterable[_Encoded] = (_encode(candidate, recipe, encoder) for candidate in candidates)
+    if config.overlong == Overlong.SPLIT or (each_turn and not listed):
+        # How many samples documents and turns give is known only after encoding all of them.
+        encoded = list(encoded)
+        of = sum(len(outcomes) for _, outcomes in encoded)
+        listed = listed or of > 1
+    else:
+        # The turns of a list bound its length.
+        of = sum(map(_turns, candidates)) if each_turn else len(candidates)
+    numbers = count()
+    for made, outcomes in encoded:
+        yield EncodedCandidate(made, [(Place(next(numbers) if listed else None, of), each) for each in outcomes])
+
+
+def attempted[T](make: Callable[[], T], recipe: Recipe) -> T | RowRejected:
+    """Returns a result, or the rejection. An unexpected error rejects, so that one row does not end the run."""
+    try:
+        return make()
+    except RowRejected as error:
+        return error
+    except MemoryError:
+        raise
+    except Exception as error:
+        return unexpected(error, recipe)
+
+
+def _encode(candidate: Candidate, recipe: Recipe, encoder: Encoder) -> _Encoded:
+    if isinstance(candidate.made, RowRejected):
+        return None, [candidate.made]
+    outcomes = attempted(partial(encoder.encode_all, candidate.made), recipe)
+    return (None, [outcomes]) if isinstance(outcomes, RowRejected) else (candidate.made, outcomes)
+
+
+def _turns(candidate: Candidate) -> int:
+    """Returns the most samples that a candidate gives with one for each turn."""
+    turns = candidate.made.messages if isinstance(candidate.made, Conversation) else ()
+    return max(1, sum(message.role == "assistant" for message in turns))
+
+
+def shortened(keys: Iterable[str]) -> list[str]:
+    """Returns keys as they are counted."""
+    return [key[:_LONGEST_KEY] for key in keys]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from preprocess.sources.data_files import Listing
-from preprocess.sources.kinds import ENDINGS, Kind, is_image, kind_of, listing
-from preprocess.sources.splits import choose_split, splits_by_name
+from preprocess.sources.kinds import ENDINGS, Kind, choose_split, is_image, kind_of, listing, splits_by_name
 from vlmdata.errors import SourceError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, TOKENIZER_DIR
 

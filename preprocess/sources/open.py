@@ -24,17 +24,15 @@ from preprocess.sources.data_files import (
     relative_name,
     without_query,
 )
+from preprocess.sources.datasets_library import HubDataset
 from preprocess.sources.delimited import DelimitedFile
 from preprocess.sources.folder import FolderContent
-from preprocess.sources.hub import HubDataset
 from preprocess.sources.identity import LISTED_FILES, METADATA, identify, mark_of
-from preprocess.sources.json_lines import JsonLinesFile
 from preprocess.sources.kinds import Kind, kind_of, the_kind
-from preprocess.sources.records import RecordFile, RecordRows
+from preprocess.sources.records import JsonLinesFile, RecordFile, RecordRows
 from preprocess.sources.rows import Rows, Source
 from preprocess.sources.tables import TABLES, TableRows
-from preprocess.sources.tar_index import INDEX_ENDING, TarIndex
-from preprocess.sources.webdataset import TarFile
+from preprocess.sources.webdataset import INDEX_ENDING, TarFile, TarIndex
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import canonical_hash
 from vlmdata.locations import is_url

@@ -31,8 +31,7 @@ from vlmdata import families
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect.page.payload import sample_payload
-from vlmdata.inspect.pixels import rebuild_image
-from vlmdata.inspect.sample import SpanKind, describe_sample
+from vlmdata.inspect.sample import SpanKind, describe_sample, rebuild_image
 from vlmdata.inspect.serialise import to_jsonable
 from vlmdata.media.decode import decode_image
 from vlmdata.verify.dataset import verify_dataset

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vlmdata.format.headers import npy_header, tar_header
+from vlmdata.format.shard import npy_header_for, tar_header
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=100)
 
@@ -41,5 +41,5 @@ def test_npy_header_is_what_numpy_saves(shape: tuple[int, ...]) -> None:
     if array.size < 1000:
         buffer = io.BytesIO()
         np.save(buffer, np.ascontiguousarray(array))
-        assert buffer.getvalue().startswith(npy_header(array))
-    assert len(npy_header(array)) % 64 == 0
+        assert buffer.getvalue().startswith(npy_header_for(array.dtype, array.shape))
+    assert len(npy_header_for(array.dtype, array.shape)) % 64 == 0

@@ -11,8 +11,7 @@ from rich.console import Console
 import vlmdata
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image
-from vlmdata.format.item_sizes import item_sizes
-from vlmdata.format.manifest import Manifest, Totals
+from vlmdata.format.manifest import Manifest, Totals, item_sizes
 from vlmdata.format.schema import MANIFEST_NAME
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.terminal.card import print_card

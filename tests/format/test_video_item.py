@@ -21,7 +21,7 @@ from vlmdata.format.manifest import Manifest
 from vlmdata.format.reindex import index_rows_of
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, shard_name
 from vlmdata.format.shard import EncodedItem, ShardWriter
-from vlmdata.inspect.pixels import rebuild_image
+from vlmdata.inspect.sample import rebuild_image
 from vlmdata.media.codecs import IMAGE, VIDEO, Item, ItemShape, codec
 from vlmdata.verify.items import audit_items, owners_of
 from vlmdata.verify.sample import SampleRules

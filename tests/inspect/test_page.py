@@ -18,8 +18,7 @@ from PIL import Image
 from tests.inspect.conftest import HOSTILE, Command
 from tests.inspect.raw import read_samples
 from vlmdata.inspect.dataset import describe_dataset
-from vlmdata.inspect.page.build import json_block
-from vlmdata.inspect.page.select import choose_samples
+from vlmdata.inspect.page.build import choose_samples, json_block
 from vlmdata.storage.open import open_dataset
 
 

@@ -14,8 +14,7 @@ from vlmdata.batch import IGNORE_INDEX
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect import describe_sample
 from vlmdata.inspect import sample as module
-from vlmdata.inspect.pixels import rebuild_image
-from vlmdata.inspect.sample import SampleDescription, SpanKind, position_of
+from vlmdata.inspect.sample import SampleDescription, SpanKind, position_of, rebuild_image
 from vlmdata.media.image_file import image_file
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from tests.verify.rewriting import rotate_ids
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect.text import one_line, visible
-from vlmdata.inspect.tokens import TokenTexts
+from vlmdata.inspect.tokens import TokenTexts, find_turns
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +100,40 @@ def test_nothing_visible_steers_a_terminal_or_reorders_text(text: str) -> None:
 @given(text=st.text(st.characters(categories=["L", "N", "P", "S", "Zs", "M"])))
 def test_ordinary_text_is_left_as_it_is(text: str) -> None:
     assert visible(text) == text
+
+
+class _Llamas:
+    """Texts of a format with special tokens after the role, and two newlines after these."""
+
+    WORDS = ("<|start|>", "<|end_header|>", "<|end|>", "assistant", "us", "er", "\n", "Hi", "\n\n", "tool 2")
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.WORDS[token].encode()
+
+    def is_special(self, token: int) -> bool:
+        return token < 3
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.WORDS[token] for token in ids)
+
+
+@pytest.mark.parametrize(
+    ("assistant", "turn", "role", "body"),
+    [
+        ((3, 1, 6, 6), [0, 4, 5, 1, 6, 6, 7, 2], "user", 6),
+        ((3, 1, 6, 6), [0, 3, 1, 6, 6, 7, 2], "assistant", 5),
+        ((3, 1, 8), [0, 4, 5, 1, 8, 7, 2], "user", 5),
+        ((3, 1, 8), [0, 9, 1, 8, 7, 2], "tool 2", 4),
+        ((3, 6), [0, 4, 5, 6, 7, 2], "user", 4),
+        ((3, 6), [0, 4, 5, 8, 7, 2], "user", 4),
+        ((3, 6), [0, 4, 5, 1, 2], "", 1),
+    ],
+)
+def test_roles_end_before_a_newline_or_a_special_token(
+    tokenizer: Any, assistant: tuple[int, ...], turn: list[int], role: str, body: int
+) -> None:
+    turns = dataclasses.replace(tokenizer.info.turns, start=0, end=2, assistant=assistant)
+    info = dataclasses.replace(tokenizer.info, turns=turns)
+    ids = np.array(turn)
+    (found,) = find_turns(ids, np.zeros_like(ids), info, _Llamas())  # type: ignore[arg-type]
+    assert (found.role, found.body) == (role, body)

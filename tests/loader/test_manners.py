@@ -19,7 +19,7 @@ import vlmdata
 from tests.loader.helpers import assert_same, packs_of, stream, wait_until, worker_pids
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.feed.one_thread import LoaderIterator, OneThread
+from vlmdata.loader.feed.iteration import LoaderIterator, OneThread
 from vlmdata.loader.state import Position
 
 FAST: dict[str, Any] = {"parts": ()}

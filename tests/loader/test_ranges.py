@@ -27,9 +27,8 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, Reading
 from vlmdata.media.codecs import RAW, REGISTRY
 from vlmdata.storage import download as remote
-from vlmdata.storage import ranges
+from vlmdata.storage.download import Extents, RemoteRanges
 from vlmdata.storage.open import fetched_as_chosen, open_for_loading
-from vlmdata.storage.ranges import Extents, RemoteRanges
 
 CODECS = [name for name in REGISTRY if name != RAW]
 
@@ -39,7 +38,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMDATA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0, 0.0))
     # The shards of these tests are smaller than what is read to save a request.
-    monkeypatch.setattr(ranges, "_READ_THROUGH", 4096)
+    monkeypatch.setattr(remote, "_READ_THROUGH", 4096)
 
 
 @pytest.fixture
@@ -236,7 +235,7 @@ def test_joined_ranges_hold_the_bytes_and_little_else(found: list[tuple[int, int
         assert any((d, s) == (dataset, shard) and a <= start and start + size <= b for d, s, a, b in pieces)
     for one, other in itertools.pairwise(pieces):
         if one[:2] == other[:2]:
-            assert other[2] - one[3] > ranges._READ_THROUGH, "near ranges are one"
+            assert other[2] - one[3] > remote._READ_THROUGH, "near ranges are one"
     for dataset, shard, start, stop in pieces:
         own = sorted((a, a + n) for d, s, a, n in found if (d, s) == (dataset, shard) and start <= a < stop)
         assert (start, stop) == (own[0][0], max(b for _, b in own))

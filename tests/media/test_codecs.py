@@ -35,7 +35,7 @@ from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
-from vlmdata.media import pixel_check
+from vlmdata.media import versions
 from vlmdata.media.codecs import IMAGE, REGISTRY, VIDEO, Item, ItemShape, Unsuitable, codec, decode_item
 from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
@@ -274,7 +274,7 @@ class TestDamage:
 
         whole = batches(encoded)
         monkeypatch.setattr(type(codec(NAME)), "decode", one_brighter)
-        monkeypatch.setattr(pixel_check, "pixel_libraries", lambda: {"pillow": "0.1"})
+        monkeypatch.setattr(versions, "pixel_libraries", lambda: {"pillow": "0.1"})
         pillow = Manifest.read(encoded).pixel_libraries["pillow"]
         other = rf"decodes to other pixels .* made with pillow {pillow} \(here 0.1\), "
         for verify in ("pixels", True):

@@ -37,7 +37,7 @@ from vlmdata.inspect.query import sample_text
 from vlmdata.inspect.sample import SampleDescriber
 from vlmdata.media.codecs import IMAGE, MOST_FILE_PIXELS, RAW, REGISTRY, ItemShape, codec, decode_item
 from vlmdata.verify.dataset import verify_dataset
-from vlmdata.verify.remedy import remedies
+from vlmdata.verify.fault import remedies
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.error import MediaError
-from vlmdata.media.size import SizeRequest, most_pixels, target_size
+from vlmdata.media.resize import SizeRequest, most_pixels, target_size
 from vlmdata.reasons import Reason
 
 MOST = most_pixels(FAMILY)

@@ -266,7 +266,7 @@ def side_of(wanted: Any, settings: ModelSettings, packs: list[PackedBatch], ahea
     from model.parallel.separation import separation
     from model.training.settings.config_loading import load_config
     from model.training.vision_side import VisionSide
-    from vlmdata.loader.request.rank_stream import PackImages
+    from vlmdata.loader.request.pack_request import PackImages
 
     sides = separation()
     assert sides is not None

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.packing.bins import evening, two_limits
-from vlmdata.packing.bins.evening import even_out
+from vlmdata.packing.bins import two_limits
 from vlmdata.packing.bins.one_limit import pack_sizes
-from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
+from vlmdata.packing.bins.two_limits import Limits, Window, even_out, pack_windows
 from vlmdata.packing.seeding import hash64
 
 
@@ -44,7 +43,7 @@ def test_bins_keep_their_sizes_and_the_excess_is_halved_or_nothing_changes(
     if found is not labels:
         assert 2 * excess(found, other, limit) < excess(labels, other, limit)
     with pytest.MonkeyPatch.context() as patch:  # a sweep that makes it worse does not count
-        patch.setattr(evening, "_MAX_SWEEPS", 1)
+        patch.setattr(two_limits, "_MAX_SWEEPS", 1)
         first = even_out(labels, sizes, other, limit)
     assert excess(found, other, limit) <= excess(first, other, limit)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmdata.packing.patterns.simplex import CoveringProgram
+from vlmdata.packing.patterns.column_generation import CoveringProgram
 
 
 def optimum(counts: np.ndarray, columns: np.ndarray) -> float:

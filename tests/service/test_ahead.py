@@ -22,8 +22,7 @@ from vlmdata.packing.config import PlanConfig
 from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.server.ahead import ReadAhead
 from vlmdata.service.server.config import ServerConfig
-from vlmdata.service.server.memory import BusyError
-from vlmdata.service.server.packs import Packs
+from vlmdata.service.server.packs import BusyError, Packs
 from vlmdata.service.server.server import CollationServer
 
 STEPS = 9

@@ -20,9 +20,7 @@ from vlmdata.loader.fill.buffers import BufferPool
 from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.protocol import FileQuery, Header
 from vlmdata.service.server.answer import Answer, Answers, SharedAnswer, pieces
-from vlmdata.service.server.filling import Fillers
-from vlmdata.service.server.memory import BusyError
-from vlmdata.service.server.packs import Packs
+from vlmdata.service.server.packs import BusyError, Fillers, Packs
 from vlmdata.service.server.server import CollationServer
 from vlmdata.service.shared_memory import Maps, SharedPack
 

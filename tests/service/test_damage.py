@@ -19,7 +19,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import Service
 from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.address import parse_address
-from vlmdata.service.client import race
+from vlmdata.service.client import filler
 from vlmdata.service.client.connection import Connection
 from vlmdata.service.client.servers import Servers
 from vlmdata.service.server.config import ServerConfig
@@ -159,7 +159,7 @@ def test_a_server_that_is_gone_may_have_a_sound_copy(
     options = OPTIONS | {"seed": 15}
     with flipped(copies[0], 5):
         with monkeypatch.context() as patch, StreamingLoader(place, **options) as loader:
-            patch.setattr(race.Race, "is_late", property(lambda self: len(self._problems) == 2))
+            patch.setattr(filler.Race, "is_late", property(lambda self: len(self._problems) == 2))
             with pytest.raises(ResourceError, match="no server answered within 240 s") as caught:
                 list(loader)
             assert f"{copies[0]}/shard-000000.tar: row 5 key " in str(caught.value)
@@ -167,7 +167,7 @@ def test_a_server_that_is_gone_may_have_a_sound_copy(
         asked = []
         failed = Servers.failed
         monkeypatch.setattr(Servers, "failed", lambda *given: (asked.append(given[1]), failed(*given)))
-        monkeypatch.setattr(race, "_SECONDS_FOR_A_SOUND_COPY", 0.5)
+        monkeypatch.setattr(filler, "_SECONDS_FOR_A_SOUND_COPY", 0.5)
         with StreamingLoader(place, on_damage="mask", **options) as loader:
             before = len(asked)
             for one, other in zip(local(copies[0], seed=15, on_damage="mask"), loader, strict=True):
@@ -178,7 +178,7 @@ def test_a_server_that_is_gone_may_have_a_sound_copy(
 
 def test_the_choice_between_masked_answers_is_the_same_for_all_ranks() -> None:
     answers = [Filled(1, {3: "a", 4: "b"}), Filled(1, {5: "c"}), Filled(1, {2: "d"})]
-    assert sorted(answers, key=race._rank) == [answers[2], answers[1], answers[0]]
+    assert sorted(answers, key=filler._rank) == [answers[2], answers[1], answers[0]]
 
 
 def test_an_index_that_one_server_damages_is_asked_of_the_other(

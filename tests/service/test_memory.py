@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from tests.service.packs import MIB, pack_request
 from vlmdata.errors import UsageError
 from vlmdata.loader.fill.filler import Filled
-from vlmdata.service.server.filling import LateFillError
-from vlmdata.service.server.memory import BusyError, PackMemory
-from vlmdata.service.server.packs import Packs
+from vlmdata.service.server.packs import BusyError, LateFillError, PackMemory, Packs
 
 
 @settings(max_examples=40)

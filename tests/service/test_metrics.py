@@ -8,8 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from socketserver import ThreadingMixIn
-from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -17,23 +15,22 @@ import pytest
 from vlmdata.errors import UsageError
 from vlmdata.service.server import metrics
 from vlmdata.service.server.config import ServerConfig
-from vlmdata.service.server.counting import Shown, counting
 
 
 def test_their_package_is_needed_only_with_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vlmdata.service.server.metrics", None)
-    without = counting(ServerConfig(), list, lambda: False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    without = metrics.counting(ServerConfig(), list, lambda: False)
     without.sent(1)
     without.serve()
     assert without.port is None
     with pytest.raises(UsageError, match=r"--metrics-port needs a package .*: pip install 'vlmdata\[service\]'"):
-        counting(ServerConfig(metrics_port=0), list, lambda: False)
+        metrics.counting(ServerConfig(metrics_port=0), list, lambda: False)
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of a server that counts nothing."""
-    packs = Shown("vlmdata_packs_made", "Packs read and decoded.", 0, counts=True)
+    packs = metrics.Shown("vlmdata_packs_made", "Packs read and decoded.", 0, counts=True)
     shown = metrics.Metrics("127.0.0.1", 0, lambda: [packs], lambda: False)
     shown.serve()
     assert shown.port is not None
@@ -86,23 +83,3 @@ class TestConnections:
                 stranger.sendall(sent)
         assert get(port, "/healthz") == "OK\n"
         assert capfd.readouterr().err == ""
-
-    def test_their_threads_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One that does not end when it is told to keeps its place, and the next connection is closed."""
-        answered: list[Any] = []
-        refused: list[Any] = []
-        monkeypatch.setattr(metrics, "_SECONDS_TO_GIVE_WAY", 0.01)
-        monkeypatch.setattr(ThreadingMixIn, "process_request", lambda _, request, __: answered.append(request))
-        monkeypatch.setattr(ThreadingMixIn, "process_request_thread", lambda *_: None)
-        with metrics._Threads(("127.0.0.1", 0), metrics._Quiet) as server:
-            monkeypatch.setattr(server, "shutdown_request", refused.append)
-            sockets = [socket.socket() for _ in range(metrics._MAX_CONNECTIONS + 3)]
-            *first, one, two, three = sockets
-            for each in (*first, one, two):
-                server.process_request(each, None)
-            assert (answered, refused) == (first, [one, two])
-            server.process_request_thread(first[0], None)
-            server.process_request(three, None)
-            assert answered == [*first, three]
-            for each in sockets:
-                each.close()

@@ -14,12 +14,12 @@ import pytest
 from tests.service.servers import wait_until
 from vlmdata.errors import NotFoundError, UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.request.rank_stream import EpochPlans
+from vlmdata.loader.request.pack_request import EpochPlans
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import Blend, PlanConfig
 from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.service.protocol import BatchQuery
-from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.packs import BusyError
 from vlmdata.service.server.plans import PlanBook
 
 MIB = 1 << 20

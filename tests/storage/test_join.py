@@ -29,7 +29,7 @@ from vlmdata.storage.folder import Folder
 from vlmdata.storage.join import join_datasets
 from vlmdata.storage.transfer import How
 from vlmdata.verify.dataset import verify_dataset
-from vlmdata.verify.remedy import remedies
+from vlmdata.verify.fault import remedies
 
 CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=3)
 

@@ -12,9 +12,9 @@ from tests.verify.rewriting import rewrite_manifest, rotate_ids
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import TOKENIZER_DIR
 from vlmdata.storage.folder import Folder
-from vlmdata.storage.small_files import small_file_problems
+from vlmdata.storage.join_checks import small_file_problems
 from vlmdata.verify.dataset import verify_dataset
-from vlmdata.verify.remedy import remedies
+from vlmdata.verify.fault import remedies
 
 FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 

@@ -12,7 +12,7 @@ from vlmdata.cli.loader_options import with_loader_options
 from vlmdata.errors import UsageError
 
 if TYPE_CHECKING:
-    from vlmdata.loader.choice import LoaderChoice
+    from vlmdata.loader.run_record import LoaderChoice
 
 _look = partial(typer.Option, rich_help_panel="What to look at")
 _page = partial(typer.Option, rich_help_panel="In the browser")

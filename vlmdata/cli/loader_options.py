@@ -12,7 +12,7 @@ import typer
 from vlmdata.errors import UsageError
 
 if TYPE_CHECKING:
-    from vlmdata.loader.choice import LoaderChoice
+    from vlmdata.loader.run_record import LoaderChoice
 
 #: Flags that are shorter than the option names.
 _FLAGS = {"dp_size": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "sequence_parallel": "sp"}
@@ -33,7 +33,7 @@ _FALLBACKS = {
 def with_loader_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Adds the options that determine packs and steps, and ``--run``, to a command.
 
-    The command receives them as one argument ``choice``, a :class:`vlmdata.loader.choice.LoaderChoice`.
+    The command receives them as one argument ``choice``, a :class:`vlmdata.loader.run_record.LoaderChoice`.
 
     Args:
         *without: Names of options to omit.
@@ -111,8 +111,7 @@ def _default(name: str, default: Any) -> str | bool:
 
 
 def _choice(given: dict[str, Any]) -> LoaderChoice:
-    from vlmdata.loader.choice import LoaderChoice
-    from vlmdata.loader.run_record import RunRecord
+    from vlmdata.loader.run_record import LoaderChoice, RunRecord
     from vlmdata.packing.config import Blend
 
     run, weights, by = (given.pop(name, None) for name in ("run", "weights", "weights_by"))

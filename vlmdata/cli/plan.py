@@ -16,7 +16,7 @@ from vlmdata.wording import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from vlmdata.loader.choice import LoaderChoice
+    from vlmdata.loader.run_record import LoaderChoice
     from vlmdata.packing.plan.estimates import Split
     from vlmdata.packing.plan.report import PlanReport
 

@@ -69,7 +69,7 @@ def verify(
     from vlmdata.locations import is_url, place_of
     from vlmdata.machine import available_cores
     from vlmdata.verify.dataset import verify_dataset
-    from vlmdata.verify.remedy import first_names, remedies
+    from vlmdata.verify.fault import first_names, remedies
     from vlmdata.verify.remote import auditable, named, remedies_at
 
     talk, begun, place = messages(), time.monotonic(), place_of(data)

@@ -18,12 +18,11 @@ import numpy.typing as npt
 import xxhash
 
 from vlmdata.errors import ChangedDataError, DatasetFormatError
-from vlmdata.format.checksum import changed_data
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
 from vlmdata.media.codecs import ItemShape, decode_item
-from vlmdata.media.pixel_check import require_pixels
+from vlmdata.media.versions import require_pixels
 from vlmdata.wording import counted
 
 OpenShard = Callable[[ShardInfo], int]
@@ -282,3 +281,11 @@ class VlmDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def changed_data(what: str, data: Buffer, checksum: int) -> ChangedDataError:
+    """Returns the error for bytes that changed after preprocessing."""
+    return ChangedDataError(
+        f"{what}: the data changed after preprocessing: xxh3 is {xxhash.xxh3_64_intdigest(data):016x}, expected "
+        f"{checksum:016x}. Run `vlmdata verify` on the dataset to see how to repair it."
+    )

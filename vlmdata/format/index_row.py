@@ -68,31 +68,18 @@ def index_schema(features: Collection[str]) -> pa.Schema:
 
 @dataclass(frozen=True)
 class IndexRow:
-    """The index row of a sample. Units: tokens, patches, bytes.
+    """The index row of a sample. Units: tokens, patches, bytes."""
 
-    Attributes:
-        key: The sample's key.
-        source_row: Source row of the sample.
-        shard: Number of its shard.
-        placement: Place of the sample in the shard.
-        length: True length.
-        padded_length: Stored length.
-        num_targets: Number of targets.
-        target_turns: Assistant turns that are targets.
-        truncated: Whether the last answer was truncated (so its turn has no ``<|im_end|>``).
-        item_starts: First token of each item.
-    """
-
-    key: str
-    source_row: int
-    shard: int
-    placement: Placement
-    length: int
-    padded_length: int
-    num_targets: int
-    target_turns: int
-    truncated: bool
-    item_starts: tuple[int, ...]
+    key: str  # the sample's key
+    source_row: int  # source row of the sample
+    shard: int  # number of its shard
+    placement: Placement  # place of the sample in the shard
+    length: int  # true length
+    padded_length: int  # stored length
+    num_targets: int  # number of targets
+    target_turns: int  # assistant turns that are targets
+    truncated: bool  # whether the last answer was truncated (so its turn has no ``<|im_end|>``)
+    item_starts: tuple[int, ...]  # first token of each item
 
     @property
     def items(self) -> tuple[ItemPlace, ...]:

@@ -6,7 +6,7 @@ A candidate is a row, or an element of a row's list.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,19 +17,12 @@ from vlmdata.wording import encodable
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected row, or a rejected sample of a row's list.
+    """A rejected row, or a rejected sample of a row's list."""
 
-    Attributes:
-        row: Source row.
-        reason: Reason for the rejection.
-        message: Description of the problem, with field and value. Halves of characters in it become text.
-        sample: Number within the row's list; None if the whole row was rejected.
-    """
-
-    row: int
-    reason: Reason
-    message: str
-    sample: int | None = None
+    row: int  # source row
+    reason: Reason  # reason for the rejection
+    message: str  # description of the problem, with field and value. Halves of characters in it become text.
+    sample: int | None = None  # number within the row's list; None if the whole row was rejected
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", encodable(self.message))
@@ -57,6 +50,22 @@ def read_ledger(path: Path) -> Iterator[Rejection]:
                 yield Rejection(row, Reason(fields["reason"]), str(fields["message"]), sample)
             except (KeyError, TypeError, ValueError) as error:
                 raise DatasetFormatError(f"{path}:{number}: not a ledger line: {error}") from error
+
+
+def first_rejections(path: Path, counts: Mapping[str, int], most: int) -> dict[str, list[Rejection]]:
+    """Returns the first rejections, at most so many, of each reason in ``counts``, which has the number of all.
+
+    Reads only as much of the ledger as needed.
+    """
+    found: dict[str, list[Rejection]] = {reason: [] for reason in counts}
+    missing = sum(min(count, most) for count in counts.values())
+    for rejection in read_ledger(path) if missing else ():
+        if rejection.reason in found and len(found[rejection.reason]) < most:
+            found[rejection.reason].append(rejection)
+            missing -= 1
+            if not missing:
+                break
+    return found
 
 
 def _is_number(value: object) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,6 +20,10 @@ from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.earlier import is_earlier, totals_from, totals_to
 from vlmdata.format.schema import (
     FORMAT_NAME,
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
     MANIFEST_NAME,
     PROGRESS_DIR,
     READ_MAJORS,
@@ -32,34 +37,31 @@ from vlmdata.media.versions import recorded_pixel_libraries
 
 #: Fingerprints of the codec in a config: versions of its libraries, and the hash of its source code.
 CODEC_FINGERPRINTS = frozenset({"codec", "codec_source"})
+# Names of the counts in ``Manifest.turns``.
+#: Assistant turns whose reasoning is in no sample, because the template left it out.
+DROPPED_REASONING = "dropped_reasoning"
+#: Those of them that are the last turn of their conversation: the template writes no reasoning at all.
+LAST_TURNS_WITH_DROPPED_REASONING = "last_turns_with_dropped_reasoning"
+#: Rows with turns of dropped reasoning.
+ROWS_WITH_DROPPED_REASONING = "rows_with_dropped_reasoning"
+#: Rows with a learned turn that follows another text than at inference, where it would be the last turn.
+ROWS_UNLIKE_INFERENCE = "rows_unlike_inference"
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard: rows ``[row_start, row_stop)`` of the source, or of its selected rows (see ``format.selection``).
+    """One shard: rows ``[row_start, row_stop)`` of the source, or of its selected rows (see ``format.selection``)."""
 
-    Attributes:
-        name: File name.
-        row_start: First source row.
-        row_stop: One past the last source row.
-        samples: Accepted candidates. A row is one candidate; a row with a list has one per element,
-            or one if the list is empty.
-        rejected: Rejected candidates; ``samples + rejected == candidates``.
-        bytes: File size.
-        sha256: sha256 of the file.
-        extra_candidates: Candidates beyond one per row; 0 unless rows have lists.
-        row_offset: What the index adds to the row numbers in the shard's keys and metadata; 0 unless datasets were
-            joined.
-    """
-
-    name: str
-    row_start: int
-    row_stop: int
+    name: str  # file name
+    row_start: int  # first source row
+    row_stop: int  # one past the last source row
+    #: Accepted candidates. A row is one candidate; a row with a list has one per element, or one if the list is empty.
     samples: int
-    rejected: int
-    bytes: int
-    sha256: str
-    extra_candidates: int = 0
+    rejected: int  # rejected candidates; ``samples + rejected == candidates``
+    bytes: int  # file size
+    sha256: str  # sha256 of the file
+    extra_candidates: int = 0  # candidates beyond one per row; 0 unless rows have lists
+    #: What the index adds to the row numbers in the shard's keys and metadata; 0 unless datasets were joined.
     row_offset: int = 0
 
     @property
@@ -113,7 +115,7 @@ class Manifest:
         features: Features that a reader must support; see :func:`vlmdata.format.schema.supported_features`.
         unused_keys: Number of samples by row key, for keys that the recipe ignores as harmless.
         unknown_keys: Number of samples by row key, for keys that the recipe does not know.
-        turns: What the chat template did to assistant turns, as counts: see :mod:`vlmdata.format.turns`.
+        turns: What the chat template did to assistant turns, as counts: see the constants above.
         family: Name of the family of the samples; empty in format 1.0, which had only one.
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.
@@ -147,6 +149,13 @@ class Manifest:
     def model_family(self) -> Family:
         """Family of the samples."""
         return family(self.family or DEFAULT_FAMILY)
+
+    @property
+    def small_files(self) -> dict[str, str]:
+        """sha256 of the index, of the ledger, and of the list of image files if there is one, by file name."""
+        listed = self.source.get(IMAGE_FILES)
+        hashes = {INDEX_NAME: self.index_sha256, LEDGER_NAME: self.ledger_sha256}
+        return hashes | ({IMAGE_FILES_NAME: str(listed.get("sha256"))} if isinstance(listed, Mapping) else {})
 
     @property
     def pixel_libraries(self) -> Mapping[str, str]:
@@ -188,10 +197,6 @@ class Manifest:
     @classmethod
     def from_json(cls, content: bytes, path: str) -> Manifest:
         """What :meth:`to_json` gave.
-
-        Args:
-            content: The text.
-            path: Where it stands, for messages.
 
         Raises:
             DatasetFormatError: If it is damaged, or needs a newer reader.
@@ -301,6 +306,14 @@ def _remedy(fields: Mapping[str, Any]) -> str:
     return f"Read it with the version that made it, {fields.get('created_by') or 'unknown'}, or a later one."
 
 
+def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sums counts, sorted by name."""
+    total = Counter[str]()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items()))
+
+
 def canonical_hash(value: Any) -> str:
     """Returns the sha256 of the canonical JSON (sorted keys, no spaces) of a value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -319,3 +332,22 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     if json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True):
         return []
     return [f"{path}: {json.dumps(old)} there, {json.dumps(new)} now"]
+
+
+def item_sizes(totals: Totals, pixels: str) -> str:
+    """What an item takes, and that against its file: ``zstd: 357 KB each, 1.22 times the 293 KB of its file``.
+
+    Returns:
+        The text; empty if there are no items, or the manifest does not have their sizes.
+    """
+    if not totals.items or not totals.item_bytes:
+        return ""
+    each = f"{pixels}: {_size(totals.item_bytes / totals.items)} each"
+    if not totals.file_bytes:
+        return each
+    times = totals.item_bytes / totals.file_bytes
+    return f"{each}, {times:.2f} times the {_size(totals.file_bytes / totals.items)} of its file"
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e6:,.1f} MB" if number >= 999_500 else f"{number / 1e3:,.0f} KB" if number >= 1e3 else "<1 KB"

@@ -33,13 +33,6 @@ def index_rows_of(
 ) -> list[IndexRow] | None:
     """Reads the index rows of a shard's samples from the shard.
 
-    Args:
-        directory: Folder of the dataset.
-        number: Number of the shard.
-        info: The shard's entry in the manifest.
-        image_token: Id of the image placeholder.
-        family: The dataset's family.
-
     Returns:
         The rows in sample order; None if the file does not match the manifest's size and sha256.
 

@@ -60,19 +60,12 @@ def supported_features() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Member:
-    """One array of a sample: a tar member ``<key>.<name>.npy``.
+    """One array of a sample: a tar member ``<key>.<name>.npy``."""
 
-    Attributes:
-        name: Field name, the same in :class:`Sample` and in the tar.
-        dtype: Little-endian numpy dtype of the stored array.
-        meaning: One line for documentation and ``vlmdata inspect``.
-        feature: None if every sample has the member. Otherwise only some samples have it, and the manifest lists this
-            feature.
-    """
-
-    name: str
-    dtype: np.dtype[np.generic]
-    meaning: str
+    name: str  # field name, the same in :class:`Sample` and in the tar
+    dtype: np.dtype[np.generic]  # little-endian numpy dtype of the stored array
+    meaning: str  # one line for documentation and ``vlmdata inspect``
+    #: None if every sample has the member. Otherwise only some samples have it, and the manifest lists this feature.
     feature: str | None = None
 
     @property

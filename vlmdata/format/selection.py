@@ -21,15 +21,10 @@ SELECTION = "selection"
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows of a source in a dataset.
+    """The rows of a source in a dataset."""
 
-    Attributes:
-        of_rows: Number of rows in the whole source.
-        rows_sha256: sha256 of the chosen row numbers, ascending, as little-endian int64.
-    """
-
-    of_rows: int
-    rows_sha256: str
+    of_rows: int  # number of rows in the whole source
+    rows_sha256: str  # sha256 of the chosen row numbers, ascending, as little-endian int64
 
     @classmethod
     def read(cls, source: Mapping[str, Any]) -> Selection | None:

@@ -16,34 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """Ids of the tokens of turns: :class:`~vlmdata.families.chat.ChatFormat`.
+    """Ids of the tokens of turns: :class:`~vlmdata.families.chat.ChatFormat`."""
 
-    Attributes:
-        start: Id of the token that begins a turn.
-        end: Id of the token that ends it.
-        assistant: Ids of the header, which follow ``start`` in an assistant turn.
-        begin: Id of the token that begins each text; -1 without one.
-    """
-
-    start: int
-    end: int
-    assistant: tuple[int, ...]
-    begin: int = -1
+    start: int  # id of the token that begins a turn
+    end: int  # id of the token that ends it
+    assistant: tuple[int, ...]  # ids of the header, which follow ``start`` in an assistant turn
+    begin: int = -1  # id of the token that begins each text; -1 without one
 
 
 @dataclass(frozen=True)
 class ItemTokens:
-    """Ids of the tokens of an item: :class:`~vlmdata.families.chat.Expansion`.
+    """Ids of the tokens of an item: :class:`~vlmdata.families.chat.Expansion`."""
 
-    Attributes:
-        token: Id of the placeholder.
-        before: Ids of the tokens directly before the placeholders.
-        after: Ids of the tokens directly after them.
-    """
-
-    token: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    token: int  # id of the placeholder
+    before: tuple[int, ...]  # ids of the tokens directly before the placeholders
+    after: tuple[int, ...]  # ids of the tokens directly after them
 
     @property
     def ids(self) -> tuple[int, ...]:

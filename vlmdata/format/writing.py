@@ -1,7 +1,8 @@
-"""Files that are being written, and become durable when they are complete."""
+"""Files that are being written, become durable when they are complete, and are hashed meanwhile."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Buffer
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ _FLUSH_BYTES = 16 * 1024 * 1024
 class Writing(Protocol):
     """A file that is being written. Its name appears only when the file is complete."""
 
+    closed: bool = False  # some libraries read it
+
     def write(self, data: Buffer) -> int:
         """Appends all bytes. Returns their number.
 
@@ -27,6 +30,7 @@ class Writing(Protocol):
 
     def flush(self) -> None:
         """Does nothing: written bytes become durable when the file gets its name."""
+        return
 
     def finish(self) -> None:
         """Waits until all bytes are stored and only the name is missing.
@@ -35,21 +39,12 @@ class Writing(Protocol):
             OSError: If some could not be stored.
         """
 
-    @property
-    def closed(self) -> bool:
-        """Always False; some libraries read it."""
 
-
-class FileWriting:
+class FileWriting(Writing):
     """A local file that is being written.
 
     A thread flushes written data in the background, so that the end does not wait for all of it.
-
-    Args:
-        path: The file, under a temporary name.
     """
-
-    closed = False
 
     def __init__(self, path: Path):
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (held over the object's life)
@@ -75,9 +70,6 @@ class FileWriting:
         """Bytes written so far."""
         return self._position
 
-    def flush(self) -> None:
-        """Does nothing."""
-
     def finish(self) -> None:
         """Flushes everything to the disk."""
         self._flushed()
@@ -93,3 +85,38 @@ class FileWriting:
         flush, self._flush = self._flush, None
         if flush is not None:
             flush.result()
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the sha256 of a file, in hexadecimal; empty if it is missing."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (FileNotFoundError, IsADirectoryError):
+        return ""
+
+
+class Hashing(Writing):
+    """A file being written, with the sha256 of the bytes written so far."""
+
+    def __init__(self, to: Writing):
+        self._to = to
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: Buffer) -> int:
+        """Appends bytes."""
+        self._sha256.update(data)
+        return self._to.write(data)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._to.tell()
+
+    def finish(self) -> None:
+        """Waits until all bytes are stored."""
+        self._to.finish()
+
+    @property
+    def sha256(self) -> str:
+        """sha256 of all bytes written so far, in hexadecimal."""
+        return self._sha256.hexdigest()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.ledger import read_ledger
+from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import Totals
 from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.format.selection import SELECTION
@@ -221,19 +221,13 @@ def _first(values: npt.NDArray[np.float64], count: int) -> list[int]:
 
 
 def _rejects(dataset: VlmDataset) -> tuple[RejectGroup, ...]:
-    examples: dict[str, list[tuple[int, str]]] = {reason: [] for reason in dataset.manifest.rejects}
-    wanting = {reason for reason, count in dataset.manifest.rejects.items() if count}
-    if wanting:
-        for rejection in read_ledger(dataset.directory / LEDGER_NAME):
-            found = examples.setdefault(rejection.reason, [])
-            if len(found) < EXAMPLES:
-                within = "" if rejection.sample is None else f"sample {rejection.sample}: "
-                found.append((rejection.row, within + rejection.message))
-            if len(found) == min(EXAMPLES, dataset.manifest.rejects.get(rejection.reason, 0)):
-                wanting.discard(rejection.reason)
-            if not wanting:
-                break  # do not read a long ledger to its end for a few examples
-    groups = (RejectGroup(reason, count, tuple(examples[reason])) for reason, count in dataset.manifest.rejects.items())
+    found = first_rejections(dataset.directory / LEDGER_NAME, dataset.manifest.rejects, EXAMPLES)
+
+    def example(each: Rejection) -> tuple[int, str]:
+        return each.row, ("" if each.sample is None else f"sample {each.sample}: ") + each.message
+
+    rejects = dataset.manifest.rejects.items()
+    groups = (RejectGroup(reason, count, tuple(map(example, found[reason]))) for reason, count in rejects)
     return tuple(sorted(groups, key=lambda group: (-group.count, group.reason)))
 
 

@@ -20,8 +20,8 @@ from vlmdata.errors import ChangedDataError, DatasetFormatError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
+from vlmdata.format.manifest import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.format.schema import Sample
-from vlmdata.format.turns import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of

@@ -13,15 +13,25 @@ from rich.console import Console
 
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.inspect.dataset import DatasetCard, describe_dataset, suspicious_samples
+from vlmdata.inspect.findings import IndexFindings
+from vlmdata.inspect.packs import EpochPacks
+from vlmdata.inspect.page.build import choose_samples, page_document, write_page
+from vlmdata.inspect.query import candidates, parse_query, search
+from vlmdata.inspect.sample import SampleDescriber, describe_sample, position_of
 from vlmdata.inspect.serialise import to_json
-from vlmdata.storage.open import open_dataset
+from vlmdata.inspect.terminal.card import print_card
+from vlmdata.inspect.terminal.sample import print_sample
+from vlmdata.inspect.terminal.trace import print_found, print_row, print_step
+from vlmdata.inspect.tokens import TokenTexts
+from vlmdata.inspect.trace import describe_row, describe_step, found_samples, step_of_run
+from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
+from vlmdata.storage.open import open_dataset, open_for_loading
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
-    from vlmdata.inspect.dataset import DatasetCard
-    from vlmdata.inspect.packs import EpochPacks
-    from vlmdata.loader.choice import LoaderChoice
     from vlmdata.loader.loader import StreamingLoader
+    from vlmdata.loader.run_record import LoaderChoice
 
 #: Number of samples that ``--find`` lists in the terminal; ``--json`` lists all.
 _LISTED = 50
@@ -38,25 +48,16 @@ class Inspection:
 
     def card(self, check: int | None) -> None:
         """Prints the dataset card."""
-        from vlmdata.inspect.terminal.card import print_card
-
         card = self._card(self._dataset("a card"), check)
         self._show(card, lambda console: print_card(console, card))
 
     def sample(self, which: str, tokens: bool) -> None:
         """Prints one sample."""
-        from vlmdata.inspect.sample import describe_sample
-        from vlmdata.inspect.terminal.sample import print_sample
-
         found = describe_sample(self._dataset("--sample"), which)
         self._show(found, lambda console: print_sample(console, found, tokens))
 
     def row(self, source_row: int, tokens: bool) -> None:
         """Prints the outcome of a source row: its samples and their uses, and the reasons for rejections."""
-        from vlmdata.inspect.sample import SampleDescriber
-        from vlmdata.inspect.terminal.trace import print_row
-        from vlmdata.inspect.trace import describe_row
-
         dataset = self._dataset("--row")
         # Planning imports torch and takes seconds, so steps are shown only if a capacity is given.
         loader = self._loader([dataset]) if "capacity" in self.choice.given or self.choice.run is not None else None
@@ -68,13 +69,6 @@ class Inspection:
 
     def find(self, text: str, check: int | None) -> None:
         """Lists the samples that match a query."""
-        from vlmdata.inspect.dataset import suspicious_samples
-        from vlmdata.inspect.findings import IndexFindings
-        from vlmdata.inspect.query import candidates, parse_query, search
-        from vlmdata.inspect.terminal.trace import print_found
-        from vlmdata.inspect.tokens import TokenTexts
-        from vlmdata.inspect.trace import found_samples
-
         dataset = self._dataset("--find")
         query = parse_query(text)
         # Tokens are checked only if the query asks for suspicious samples.
@@ -88,7 +82,6 @@ class Inspection:
 
     def pack(self, number: int) -> None:
         """Prints a packed batch."""
-        from vlmdata.inspect.packs import EpochPacks
         from vlmdata.inspect.terminal.batch import print_batch
 
         found = EpochPacks(self._loader(self._datasets()), self.epoch).describe(number)
@@ -96,9 +89,6 @@ class Inspection:
 
     def step(self, epoch: int | None, step: int) -> None:
         """Prints the samples of an optimizer step. Without an epoch, the step counts over the whole run, from 1."""
-        from vlmdata.inspect.terminal.trace import print_step
-        from vlmdata.inspect.trace import describe_step, step_of_run
-
         loader = self._loader(self._datasets())
         if epoch is None:
             epoch, step = step_of_run(loader, step)
@@ -107,11 +97,6 @@ class Inspection:
 
     def html(self, path: Path, count: int, keys: list[str] | None, packs: int, check: int | None) -> None:
         """Writes the one-file page."""
-        from vlmdata.inspect.page.build import write_page
-        from vlmdata.inspect.page.file import page_document
-        from vlmdata.inspect.page.select import choose_samples
-        from vlmdata.inspect.sample import position_of
-
         dataset = self._dataset("--html")
         card = self._card(dataset, check)
         if keys is None:
@@ -149,14 +134,10 @@ class Inspection:
                 uvicorn.Server(config).run(sockets=[listening])
 
     def _card(self, dataset: VlmDataset, check: int | None) -> DatasetCard:
-        from vlmdata.inspect.dataset import describe_dataset
-
         return describe_dataset(dataset, check=check, seed=int(self.choice["seed"]))
 
     def _packs(self, dataset: VlmDataset) -> EpochPacks:
         """Returns the packs of one dataset, none if it has no sample."""
-        from vlmdata.inspect.packs import EpochPacks
-
         return EpochPacks(self._loader([dataset]) if len(dataset) else None, self.epoch)
 
     def _dataset(self, what: str) -> VlmDataset:
@@ -166,9 +147,6 @@ class Inspection:
 
     def _datasets(self) -> list[VlmDataset]:
         """Opens datasets for packs and steps. These read only indexes, so URLs work as well as folders."""
-        from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
-        from vlmdata.storage.open import open_for_loading
-
         return [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in self.data]
 
     def _loader(self, datasets: Sequence[VlmDataset]) -> StreamingLoader:

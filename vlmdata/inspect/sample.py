@@ -1,4 +1,4 @@
-"""One sample: its text by role and target, its tokens, its images, and its origin."""
+"""One sample: its text by role and target, its tokens, its images (rebuilt from patches), and its origin."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, Sample
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
-from vlmdata.inspect.pixels import rebuild_image
 from vlmdata.inspect.serialise import INLINE
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.wording import counted
 
 #: Number of tokens in a line of the sample list.
 _FIRST_TOKENS = 40
+#: Longest side of an image in the one-file page, in pixels; the served page shows every pixel.
+PAGE_SIDE = 1024
+#: Longest side of an image in the list of samples, in pixels.
+THUMBNAIL_SIDE = 96
 
 
 class SpanKind(StrEnum):
@@ -287,3 +290,27 @@ def _images(
             )
         )
     return tuple(found)
+
+
+def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np.uint8]:
+    """Rebuilds an image of a sample as the model sees it, uint8 (H, W, 3); for a video, its first frame.
+
+    Raises:
+        NotFoundError: If the sample has no image of this number.
+        DatasetFormatError: If its grid does not match the stored patches.
+    """
+    if not 0 <= number < len(sample.items):
+        raise NotFoundError(
+            f"no image {number}: sample {sample.key} has {counted(len(sample.items), 'image')}, numbered from 0"
+        )
+    shape, found = sample.items[number], sample.image_grid_thw.tolist()
+    start = sum(item.rows for item in sample.items[:number])
+    _, height, width = shape.grid
+    stop, merge = start + height * width * shape.copies, family.merge_size
+    fits = found == [list(item.grid) for item in sample.items] and min(map(min, found)) > 0
+    if not fits or height % merge or width % merge or stop > len(sample.patches):
+        raise DatasetFormatError(
+            f"sample {sample.key}: {shape.kind} {number} has the grid {found[number]}, which does not match the "
+            f"{len(sample.patches)} stored patches. Run `vlmdata verify` on the dataset."
+        )
+    return family.unpatchify(sample.patches[start : stop : shape.copies], height, width).transpose(1, 2, 0)

@@ -28,9 +28,8 @@ from vlmdata.inspect.dataset import DatasetCard, suspicious_samples
 from vlmdata.inspect.packs import EpochPacks
 from vlmdata.inspect.page.build import HtmlPage, build_page
 from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
-from vlmdata.inspect.pixels import THUMBNAIL_SIDE
 from vlmdata.inspect.query import candidates, parse_query, search
-from vlmdata.inspect.sample import SampleDescriber
+from vlmdata.inspect.sample import THUMBNAIL_SIDE, SampleDescriber
 from vlmdata.inspect.serialise import to_json
 from vlmdata.media.image_file import image_file
 from vlmdata.wording import counted

@@ -27,10 +27,6 @@ _STRAY_BYTE = 0xDC00
 class TokenTexts:
     """Decodes token ids with the tokenizer stored in a dataset.
 
-    Args:
-        directory: The dataset's folder.
-        manifest: The dataset's manifest.
-
     Raises:
         DatasetFormatError: If the dataset has no readable tokenizer, or its tokenizer has changed.
     """
@@ -106,21 +102,13 @@ class TokenTexts:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation, in tokens.
+    """One turn of a conversation, in tokens."""
 
-    Attributes:
-        role: Role in the header, "assistant" for the assistant's; "" before the first turn.
-        start: Index of the token that begins it.
-        body: First token after the header.
-        stop: One past its last token.
-        targets: Number of targets.
-    """
-
-    role: str
-    start: int
-    body: int
-    stop: int
-    targets: int
+    role: str  # role in the header, "assistant" for the assistant's; "" before the first turn
+    start: int  # index of the token that begins it
+    body: int  # first token after the header
+    stop: int  # one past its last token
+    targets: int  # number of targets
 
 
 def find_turns(
@@ -138,15 +126,26 @@ def find_turns(
 
 
 def _header(turn: list[int], info: TokenizerInfo, texts: TokenTexts) -> tuple[str, int]:
-    """Returns role and length of a turn's header: the assistant's, or its start token through the first newline."""
-    own = [info.turns.start, *info.turns.assistant]
+    """Returns role and length of a turn's header: the assistant's, or its start token through the first newline.
+
+    The role ends before that newline, or before a special token (``user<|end_header_id|>``).
+    """
+    assistant = list(info.turns.assistant)
+    own = [info.turns.start, *assistant]
     if turn[: len(own)] == own:
         return "assistant", len(own)
+    role: str | None = None
     for count, token in enumerate(turn[1:12], start=2):
         if token == info.turns.end:
             break
-        if b"\n" in texts.bytes_of(token):
-            return texts.decode(turn[1:count]).split("\n")[0], count
+        newline = b"\n" in texts.bytes_of(token)
+        if role is None and (newline or texts.is_special(token)):
+            role = texts.decode(turn[1 : count - (not newline)]).split("\n")[0]
+            for size in range(len(assistant) - 1, 1, -1):  # the header may end with more than one token
+                if turn[count - 1 : count - 1 + size] == assistant[-size:]:
+                    return role, count - 1 + size
+        if newline:
+            return role or "", count
     return "", 1
 
 

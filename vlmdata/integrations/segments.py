@@ -15,13 +15,10 @@ class Segments:
 
     Linear-attention layers get it in the place of their attention mask. A layer that does not know it fails, instead
     of carrying its state from sample to sample: see :meth:`__getitem__`.
-
-    Attributes:
-        lengths: Tokens of each segment.
-        cu_seqlens: int32 (segments + 1,), start of each segment, and the end of the last, on the device of the row.
     """
 
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each segment
+    #: int32 (segments + 1,), start of each segment, and the end of the last, on the device of the row.
     cu_seqlens: torch.Tensor
 
     @classmethod

@@ -167,22 +167,16 @@ class Reading:
         unknown = [name for name in self.parts if name.lower() not in PARTS]
         if unknown:
             raise UsageError(f"parts {list(self.parts)}: {unknown[0]!r} is not one of {', '.join(PARTS)}")
-        if self.num_workers < 0:
-            raise UsageError(f"num_workers is {self.num_workers}; it must be at least 0")
-        if self.prefetch_factor < 1:
-            raise UsageError(f"prefetch_factor is {self.prefetch_factor}; it must be at least 1")
+        for name, least in (("num_workers", 0), ("prefetch_factor", 1), ("max_damaged", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.checks not in get_args(Verify):
             raise UsageError(f"verify is {self.verify!r}; it must be one of {', '.join(get_args(Verify))}")
-        if self.on_damage not in get_args(OnDamage):
-            raise UsageError(f"on_damage is {self.on_damage!r}; it must be one of {', '.join(get_args(OnDamage))}")
+        for name, allowed in (("on_damage", OnDamage), ("pixels", Pixels), ("fetch", Fetch)):
+            if (value := getattr(self, name)) not in get_args(allowed):
+                raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(get_args(allowed))}")
         if self.on_damage == "mask" and self.checks == "off":
             raise UsageError("on_damage is 'mask', but verify is 'off': unchecked damage cannot be masked")
-        if self.pixels not in get_args(Pixels):
-            raise UsageError(f"pixels is {self.pixels!r}; it must be one of {', '.join(get_args(Pixels))}")
-        if self.fetch not in get_args(Fetch):
-            raise UsageError(f"fetch is {self.fetch!r}; it must be one of {', '.join(get_args(Fetch))}")
-        if self.max_damaged < 1:
-            raise UsageError(f"max_damaged is {self.max_damaged}; it must be at least 1")
         if not self.timeout > 0:
             raise UsageError(f"timeout is {self.timeout}; it must be more than 0 seconds")
 
@@ -328,21 +322,13 @@ _GROUPS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option of the loader.
+    """One option of the loader."""
 
-    Attributes:
-        name: Its name in Python.
-        group: Its attribute of :class:`LoaderConfig`.
-        default: Its default; ``inspect.Parameter.empty`` if required.
-        annotation: Its type, as written.
-        help: Its meaning, in one or two sentences.
-    """
-
-    name: str
-    group: str
-    default: Any
-    annotation: str
-    help: str
+    name: str  # its name in Python
+    group: str  # its attribute of :class:`LoaderConfig`
+    default: Any  # its default; ``inspect.Parameter.empty`` if required
+    annotation: str  # its type, as written
+    help: str  # its meaning, in one or two sentences
 
     @property
     def summary(self) -> str:

@@ -15,7 +15,7 @@ from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import Reading, Service
 from vlmdata.loader.feed.pipeline import Filler
-from vlmdata.loader.request.rank_stream import RankStream
+from vlmdata.loader.request.pack_request import RankStream
 from vlmdata.locations import place_of
 from vlmdata.storage.open import open_for_loading
 from vlmdata.storage.shards import DatasetShards

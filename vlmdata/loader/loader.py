@@ -20,14 +20,13 @@ from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
 from vlmdata.loader.data import locations_of, open_data, require_one_tokenizer
-from vlmdata.loader.feed.one_thread import LoaderIterator, OneThread
+from vlmdata.loader.feed.iteration import LoaderDataset, LoaderIterator, OneThread
 from vlmdata.loader.feed.pipeline import Filler
 from vlmdata.loader.feed.session import CurrentSession, LoadedBatch, Session
-from vlmdata.loader.feed.torch_dataset import LoaderDataset
 from vlmdata.loader.fill.filler import FillerHere, FillerInWorkers
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.request.index_rows import named_samples, sample_table
-from vlmdata.loader.request.rank_stream import EpochPlans, PackImages, RankStream
+from vlmdata.loader.request.pack_request import EpochPlans, PackImages, RankStream
 from vlmdata.loader.state import DamagedSample, Position, SampleId, damaged_in, require_few, restore, saved_state
 from vlmdata.media.codecs import require_codecs
 from vlmdata.packing.plan.epoch import EpochPlan

@@ -33,21 +33,14 @@ _ALPHA_MODES = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 
 @dataclass(frozen=True, eq=False)
 class DecodedImage:
-    """A normalised image.
+    """A normalised image."""
 
-    Attributes:
-        memory: uint8 (H, W, 3 or 4), C-contiguous: RGB, upright, and possibly a fourth byte without meaning; read-only.
-        file_format: Pillow's name of the format, such as ``JPEG``.
-        mode: Pillow's mode of the file's content.
-        file_size: (width, height) as stored in the file, before EXIF orientation.
-        steps: Normalisation steps: any of ``first_frame``, ``exif``, ``alpha``, ``depth``, ``mode``.
-    """
-
+    #: uint8 (H, W, 3 or 4), C-contiguous: RGB, upright, and possibly a fourth byte without meaning; read-only.
     memory: npt.NDArray[np.uint8]
-    file_format: str
-    mode: str
-    file_size: tuple[int, int]
-    steps: tuple[str, ...]
+    file_format: str  # Pillow's name of the format, such as ``JPEG``
+    mode: str  # Pillow's mode of the file's content
+    file_size: tuple[int, int]  # (width, height) as stored in the file, before EXIF orientation
+    steps: tuple[str, ...]  # normalisation steps: any of ``first_frame``, ``exif``, ``alpha``, ``depth``, ``mode``
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8]:
@@ -192,7 +185,7 @@ def _normalise(image: Image.Image, what: str) -> DecodedImage:
         image = Image.fromarray(_to_8_bit(np.asarray(image), image.mode, what), mode="L")
         steps.append("depth")
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
-        image = _composite_on_white(image)
+        image = composite_on_white(image)
         steps.append("alpha")
     if image.mode != "RGB":
         image = image.convert("RGB")
@@ -220,7 +213,8 @@ def _orientation(image: Image.Image) -> int | None:
     return value if value in range(1, 9) else None
 
 
-def _composite_on_white(image: Image.Image) -> Image.Image:
+def composite_on_white(image: Image.Image) -> Image.Image:
+    """Returns an image with transparency as RGB on white."""
     rgba = image.convert("RGBA")
     white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, rgba).convert("RGB")

@@ -1,24 +1,104 @@
-"""Resizes images as the reference does.
+"""Resizes images, to a size that follows from the run's bounds or from those in the data.
 
-The reference is torchvision's antialiased resize of uint8, with the filter of the family; Pillow's differs by up to 2
-grey levels. torch's kernel gives the same bytes with plain, AVX2 and AVX-512 code, so shards do not depend on the
-machine (docs/decisions/0002). It treats channels separately, so a fourth one changes nothing; Pillow's memory has four,
-and is read as it is.
+Source: ``fetch_image`` of qwen_vl_utils with the family's ``image_patch_size``.
 """
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families import Family
-from vlmdata.families.base import CHANNELS
+from vlmdata.families.base import CHANNELS, AspectRatioError
+from vlmdata.media.error import MediaError
+from vlmdata.reasons import Reason
 
 if TYPE_CHECKING:
     import torch
+
+#: Bounds of qwen_vl_utils, in tokens, for explicit sizes. The data must not request more.
+_LEAST_TOKENS, _MOST_TOKENS = 4, 16_384
+
+
+@dataclass(frozen=True)
+class SizeRequest:
+    """The size that the data requests for an image. None leaves it to the run."""
+
+    min_pixels: int | None = None  # at least about this many pixels
+    max_pixels: int | None = None  # at most this many pixels
+    resized_height: int | None = None  # height in pixels; used with ``resized_width``; these two override the bounds
+    resized_width: int | None = None  # width in pixels
+
+
+def most_pixels(family: Family) -> int:
+    """Returns the largest image that data may request, in pixels."""
+    return _MOST_TOKENS * family.factor**2
+
+
+def target_size(
+    height: int, width: int, request: SizeRequest, bounds: tuple[int, int], family: Family, what: str
+) -> tuple[int, int]:
+    """Returns the (height, width) to which an image is resized, in pixels.
+
+    ``resized_height`` and ``resized_width`` override all bounds. Otherwise, a bound of the image replaces that of the
+    run. If only one is given and the run's other bound contradicts it, the run's is ignored.
+
+    Args:
+        height: Height of the decoded image.
+        width: Width of the decoded image.
+        request: The size requested by the data.
+        bounds: The run's minimum and maximum pixels.
+        family: Family with the size rule.
+        what: Name of the field for messages.
+
+    Raises:
+        MediaError: ASPECT_RATIO over 200; IMAGE_BOUNDS for impossible bounds.
+    """
+    try:
+        return _target_size(height, width, request, bounds, family, what)
+    except AspectRatioError as error:
+        raise MediaError(Reason.ASPECT_RATIO, f"{what}: {error}") from error
+
+
+def _target_size(
+    height: int, width: int, request: SizeRequest, bounds: tuple[int, int], family: Family, what: str
+) -> tuple[int, int]:
+    factor, most_possible = family.factor, most_pixels(family)
+    if request.resized_height is not None and request.resized_width is not None:
+        if request.resized_height * request.resized_width > most_possible:
+            size = f"{request.resized_width}x{request.resized_height} (resized_width x resized_height)"
+            raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: {size} is more than {most_possible:,} pixels")
+        least_pixels = _LEAST_TOKENS * factor**2
+        return family.image_size(
+            request.resized_height, request.resized_width, least_pixels, most_possible, least_side=factor
+        )
+    if request.min_pixels is None and request.max_pixels is None:
+        return family.image_size(height, width, *bounds)
+    least, most = _bounds(request, bounds, family, what)
+    return family.image_size(height, width, least, most, least_side=factor)
+
+
+def _bounds(request: SizeRequest, bounds: tuple[int, int], family: Family, what: str) -> tuple[int, int]:
+    most_possible, smallest = most_pixels(family), family.factor**2
+    for name, value in (("min_pixels", request.min_pixels), ("max_pixels", request.max_pixels)):
+        if value is not None and value > most_possible:
+            raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: {name} is {value:,}; at most {most_possible:,} is possible")
+    if request.max_pixels is not None and request.max_pixels < smallest:
+        raise MediaError(
+            Reason.IMAGE_BOUNDS,
+            f"{what}: max_pixels is {request.max_pixels:,}; the smallest image has {smallest:,} ({family.factor}²)",
+        )
+    least = bounds[0] if request.min_pixels is None else request.min_pixels
+    most = bounds[1] if request.max_pixels is None else request.max_pixels
+    if least > most:
+        if request.min_pixels is not None and request.max_pixels is not None:
+            raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: min_pixels is {least:,}, more than max_pixels {most:,}")
+        least = most = most if request.min_pixels is None else least
+    return least, most
 
 
 def resize_image(

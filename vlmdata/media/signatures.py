@@ -21,17 +21,11 @@ _MPEG_PACKET = 188
 
 @dataclass(frozen=True)
 class Found:
-    """The kind of a file.
+    """The kind of a file."""
 
-    Attributes:
-        reason: UNSUPPORTED_IMAGE for images in unsupported formats, NOT_AN_IMAGE for everything else.
-        name: The format, with its article.
-        remedy: What the user can do, as a sentence.
-    """
-
-    reason: Reason
-    name: str
-    remedy: str
+    reason: Reason  # UNSUPPORTED_IMAGE for images in unsupported formats, NOT_AN_IMAGE for everything else
+    name: str  # the format, with its article
+    remedy: str  # what the user can do, as a sentence
 
 
 def _picture(name: str, remedy: str) -> Found:

@@ -1,4 +1,4 @@
-"""Versions of the libraries that can change the pixels of a decoded or resized file."""
+"""Versions of the libraries that can change decoded or resized pixels, and the check of pixels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vlmdata.errors import DatasetFormatError
 
 _LIBRARIES = ("pillow", "torch", "torchvision")
 _DECODERS = ("jpg", "jpg_2000", "libtiff", "webp", "zlib", "libjpeg_turbo", "avif")
@@ -24,6 +30,15 @@ def _version(name: str) -> str | None:
     except ValueError:  # a name that this Pillow does not know
         return None
     return None if found is None else str(found)
+
+
+def video_versions() -> dict[str, str]:
+    """Returns the versions of PyAV and of the FFmpeg in it, by name."""
+    import av  # only videos need it
+
+    libraries = {name: ".".join(map(str, parts)) for name, parts in av.library_versions.items()}
+    used = ("libavcodec", "libavformat", "libavutil", "libswscale")
+    return {"av": av.__version__, "ffmpeg": av.ffmpeg_version_info} | {name: libraries[name] for name in used}
 
 
 @cache
@@ -47,3 +62,32 @@ def _package(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def require_pixels(patches: npt.NDArray[np.uint8], expected: int, made_with: Mapping[str, str], what: str) -> None:
+    """Compares the decoded patches of an item with their checksum.
+
+    Args:
+        patches: uint8 (P, bytes per patch), C-contiguous.
+        expected: Their xxh3-64 at preprocessing.
+        made_with: Versions of the libraries at preprocessing, by name.
+        what: Shard, key and item, for messages.
+
+    Raises:
+        DatasetFormatError: If they differ; lists the libraries with different versions.
+    """
+    found = xxhash.xxh3_64_intdigest(patches)
+    if found != expected:
+        raise DatasetFormatError(
+            f"{what}: decodes to other pixels than the dataset was made with: xxh3 of the patches is {found:016x}, "
+            f"expected {expected:016x}. {_reason(made_with)}"
+        )
+
+
+def _reason(made_with: Mapping[str, str]) -> str:
+    here = pixel_libraries()
+    names = [name for name in made_with if made_with[name] != here.get(name)]
+    if not names:
+        return "It was made with the installed libraries. Run `vlmdata verify` on it to see how to repair it."
+    listed = ", ".join(f"{name} {made_with[name]} (here {here.get(name, 'none')})" for name in names)
+    return f"It was made with {listed}. Install these versions, or recreate it with the installed ones."

@@ -2,7 +2,7 @@
 
 A query is the ticket of an Arrow Flight ``DoGet`` call, as JSON. The answer to a batch query is the batch's buffer (see
 :class:`vlmdata.loader.request.pack_request.BatchArrays`) as record batches with one uint8 column, in order. The
-application metadata of the first one is a :class:`Header`, that of the last one a :class:`Trailer`. If the header says
+application metadata of the first one is a :class:`Header`, of the last one its xxh3-64. If the header says
 that the batch is in shared memory, there is only one record batch, with the pieces that are not there; the client then
 cancels the call. The answer to a file query is the file's bytes in the same form, without metadata.
 """
@@ -169,8 +169,7 @@ def _batch_query(fields: _Fields) -> BatchQuery:
     if not isinstance(place := fields.get("place") or "", str):
         raise UsageError("place: not a text")
     for fingerprint in fingerprints:
-        if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
-            raise UsageError("datasets: not a fingerprint")
+        _Fields({"datasets": fingerprint}, "query").fingerprint("datasets")
     if not fingerprints or len(set(fingerprints)) < len(fingerprints):
         raise UsageError("datasets: none, or one of them twice")
     return BatchQuery(
@@ -264,7 +263,7 @@ class Header:
 
     def encode(self) -> bytes:
         """Returns the JSON form."""
-        shared = None if self.shared is None else self.shared.to_dict()
+        shared = None if self.shared is None else dataclasses.asdict(self.shared)
         return json.dumps({"bytes": self.size, "damaged": list(self.damaged.items()), "shared": shared}).encode()
 
     @classmethod
@@ -279,20 +278,14 @@ class Header:
         )
 
 
-@dataclass(frozen=True)
-class Trailer:
-    """Metadata of the last record batch of an answer: xxh3-64 of the buffer."""
+def encode_trailer(checksum: int) -> bytes:
+    """Returns the metadata of the last record batch of an answer, with xxh3-64 of the buffer."""
+    return json.dumps({"xxh3": checksum}).encode()
 
-    checksum: int
 
-    def encode(self) -> bytes:
-        """Returns the JSON form."""
-        return json.dumps({"xxh3": self.checksum}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """Reads the JSON form."""
-        return cls(int(json.loads(data)["xxh3"]))
+def decode_trailer(data: bytes) -> int:
+    """Returns the checksum in the result of :func:`encode_trailer`."""
+    return int(json.loads(data)["xxh3"])
 
 
 def encode_error(error: VlmdataError) -> bytes:

@@ -85,10 +85,6 @@ class SharedPack:
         found = _OF_A_PROCESS.fullmatch(name.path)
         return None if found is None else cls(int(found[1]), int(found[2]), name.inode, name.bytes, generation, pieces)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Reads JSON values; a ValueError, KeyError or TypeError if a number is missing or wrong."""

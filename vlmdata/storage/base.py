@@ -64,6 +64,7 @@ class Store(Protocol):
 
     def prepare(self, *folders: str) -> None:
         """Creates the place and these folders in it, if the store needs that."""
+        return
 
     def listing(self, folder: str = "") -> Mapping[str, int | None]:
         """Returns names in a folder -> bytes, None for folders. May include files being written; see :meth:`tidy`."""
@@ -88,6 +89,7 @@ class Store(Protocol):
 
     def stamp(self, name: str, ns: int) -> None:
         """Sets the time that :meth:`modified_ns` returns. Has no effect in a store that does not keep times."""
+        return
 
     def put(self, name: str, content: bytes) -> None:
         """Writes a small file."""
@@ -118,6 +120,7 @@ class Store(Protocol):
 
     def final_name(self, name: str) -> str:
         """Returns the final name of a file in :meth:`listing`, which may still be in progress."""
+        return name
 
     def is_locked(self, name: str) -> bool:
         """Returns whether a process has locked the store with this name.

@@ -12,13 +12,12 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vlmdata.format.atomic import atomic_path, sync, temporary_path, temporary_target, write_atomically
-from vlmdata.format.writing import FileWriting
-from vlmdata.storage.base import Lock, LockedError
-from vlmdata.storage.hashing import sha256_of
+from vlmdata.format.writing import FileWriting, sha256_of
+from vlmdata.storage.base import Lock, LockedError, Store
 
 
 @dataclass(frozen=True)
-class Folder:
+class Folder(Store):
     """A local folder."""
 
     directory: Path

@@ -25,7 +25,7 @@ from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceErro
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import index_schema
 from vlmdata.format.ledger import Rejection, read_ledger
-from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash
+from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash, summed
 from vlmdata.format.schema import (
     INDEX_NAME,
     JOINED,
@@ -38,9 +38,9 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.shard import ABSENT
+from vlmdata.format.writing import Hashing
 from vlmdata.locations import is_url
 from vlmdata.storage import LockedError, Store
-from vlmdata.storage.hashing import Hashing
 from vlmdata.storage.join_checks import real_place, require_alike, require_distinct, require_whole
 from vlmdata.storage.transfer import How, transfer
 from vlmdata.version import __version__
@@ -242,14 +242,14 @@ def _close(parts: Sequence[_Part], out: Store) -> Manifest:
         totals=Totals(
             **{name: sum(getattr(m.totals, name) for m in manifests) for name in Totals.__dataclass_fields__}
         ),
-        rejects=_sum(manifest.rejects for manifest in manifests),
+        rejects=summed(manifest.rejects for manifest in manifests),
         shards=tuple(info for part in parts for info in part.shards()),
         index_sha256=index.sha256,
         ledger_sha256=ledger.sha256,
         features=features,
-        unused_keys=_sum(manifest.unused_keys for manifest in manifests),
-        unknown_keys=_sum(manifest.unknown_keys for manifest in manifests),
-        turns=_sum(manifest.turns for manifest in manifests),
+        unused_keys=summed(manifest.unused_keys for manifest in manifests),
+        unknown_keys=summed(manifest.unknown_keys for manifest in manifests),
+        turns=summed(manifest.turns for manifest in manifests),
         family=first.family,
         created_by=f"vlmdata {__version__}",
         tokenizer_files=first.tokenizer_files,
@@ -287,13 +287,6 @@ def _common(configs: Sequence[Any]) -> dict[str, Any]:
         elif all(each == value for each in values):
             found[name] = value
     return found
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(sorted(total.items()))
 
 
 def shifted_keys(keys: Sequence[str], by: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks that datasets can be joined: each is whole, all fit together, and none repeats another."""
+"""Checks that a dataset is whole, and that several can be joined: they fit together, and none repeats another."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest
+from vlmdata.format.schema import TOKENIZER_DIR
+from vlmdata.format.tokenizer_files import tokenizer_file_names, tokenizer_findings
 from vlmdata.format.tokenizer_info import flat
 from vlmdata.locations import is_url
 from vlmdata.storage import Store
-from vlmdata.storage.small_files import small_file_problems
 from vlmdata.wording import counted
+
+if TYPE_CHECKING:
+    from vlmdata.storage import Store
 
 #: Options that readers assume to be equal for all samples.
 _SHARED_OPTIONS = ("pad_multiple", "train_turns")
@@ -137,3 +141,14 @@ def _rows(manifest: Manifest) -> tuple[Any, ...]:
     for name in CODEC_FINGERPRINTS:
         config.get("fingerprints", {}).pop(name, None)
     return config, dict(manifest.source), manifest.ledger_sha256, manifest.totals.samples
+
+
+def small_file_problems(store: Store, manifest: Manifest) -> Iterator[str]:
+    """Yields what is wrong with index, ledger, list of image files and tokenizer folder, as parts of a sentence."""
+    for name, expected in manifest.small_files.items():
+        if not (found := store.sha256(name)):
+            yield f"{name} is missing"
+        elif found != expected:
+            yield f"{name} has sha256 {found}, but the manifest says {expected}"
+    with store.local(*(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))) as folder:
+        yield from (f"{file}: {message}" for file, _, message in tokenizer_findings(folder, manifest))

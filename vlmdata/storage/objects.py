@@ -18,7 +18,7 @@ from typing import Any
 
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.locations import file_system
-from vlmdata.storage.base import Lock
+from vlmdata.storage.base import Lock, Store
 from vlmdata.storage.lease import StoreLease
 from vlmdata.storage.upload import Upload, told
 
@@ -33,7 +33,7 @@ _PATTERNS = frozenset("*?[]")
 
 
 @dataclass(frozen=True)
-class Objects:
+class Objects(Store):
     """A folder (a prefix) in an object store; its URL has no slash at its end."""
 
     url: str
@@ -69,9 +69,6 @@ class Objects:
     def below(self, folder: str) -> Objects:
         """Returns the store of a folder in this one."""
         return Objects(self.path(folder))
-
-    def prepare(self, *folders: str) -> None:
-        """Does nothing: folders are only parts of names."""
 
     def listing(self, folder: str = "") -> Mapping[str, int | None]:
         """Returns names -> bytes, None for folders."""
@@ -148,9 +145,6 @@ class Objects:
         """Returns when an object was written, by the store's clock, to the second."""
         with self._at(name, "read") as (files, path):
             return int(files.modified(path).timestamp()) * 10**9
-
-    def stamp(self, name: str, ns: int) -> None:
-        """Does nothing: an object's time cannot be set."""
 
     def put(self, name: str, content: bytes) -> None:
         """Writes an object, replacing an existing one."""
@@ -250,10 +244,6 @@ class Objects:
                         files.call_s3(
                             "abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"]
                         )
-
-    def final_name(self, name: str) -> str:
-        """Returns the name itself: an object that is being written is not listed."""
-        return name
 
     def is_locked(self, name: str) -> bool:
         """Whether a process renews the lock object, or may."""

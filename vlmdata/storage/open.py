@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,15 +15,14 @@ from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.atomic import atomic_path
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_file_names
+from vlmdata.format.writing import sha256_of
 from vlmdata.locations import is_url, place_of
 from vlmdata.storage.cache import RemoteShards, cache_folder
 from vlmdata.storage.choices import DEFAULT_CACHE_BYTES, Fetch
-from vlmdata.storage.download import download
-from vlmdata.storage.hashing import sha256_of
+from vlmdata.storage.download import RemoteRanges, download
 from vlmdata.storage.objects import ATOMIC
-from vlmdata.storage.ranges import RemoteRanges
 from vlmdata.storage.shards import DatasetShards, LocalShards, ShardSource
 
 
@@ -103,9 +102,8 @@ def open_remote(url: str) -> VlmDataset:
     """
     dataset, _ = open_for_loading(url, None, DEFAULT_CACHE_BYTES)
     manifest, directory = dataset.manifest, dataset.directory
-    wanted: dict[str, str | None] = {LEDGER_NAME: manifest.ledger_sha256}
-    if isinstance(recorded := manifest.source.get(IMAGE_FILES), Mapping):
-        wanted[IMAGE_FILES_NAME] = str(recorded["sha256"])
+    wanted: dict[str, str | None] = {**manifest.small_files}
+    del wanted[INDEX_NAME]  # which is there
     wanted |= {f"{TOKENIZER_DIR}/{name}": manifest.tokenizer_files.get(name) for name in tokenizer_file_names(manifest)}
     try:
         (directory / TOKENIZER_DIR).mkdir(exist_ok=True)

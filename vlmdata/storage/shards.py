@@ -16,11 +16,11 @@ import numpy.typing as npt
 import xxhash
 
 from vlmdata.errors import DatasetFormatError, ResourceError, UnreadableDataError
-from vlmdata.format.checksum import changed_data
+from vlmdata.format.dataset import changed_data
 from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.media.pixel_check import require_pixels
+from vlmdata.media.versions import require_pixels
 from vlmdata.storage.choices import Verify
-from vlmdata.storage.ranges import Extents, FetchedRanges, RemoteRanges
+from vlmdata.storage.download import Extents, FetchedRanges, RemoteRanges
 from vlmdata.wording import counted
 
 #: Files kept open per process; far below the usual limit of 1,024.

@@ -10,15 +10,14 @@ from typing import Any
 import xxhash
 
 from vlmdata.errors import ResourceError
+from vlmdata.format.writing import Writing
 
 #: Bytes of a part. S3 takes 10,000 parts, so 160 GB a shard; a writer holds up to four of them.
 PART_BYTES = 16 * 1024 * 1024
 
 
-class Upload:
+class Upload(Writing):
     """An object that is being written: ``url`` in messages, ``path`` in an fsspec system that sends parts."""
-
-    closed = False
 
     def __init__(self, files: Any, path: str, url: str):
         self._file = files.open(path, "wb", block_size=PART_BYTES)
@@ -56,9 +55,6 @@ class Upload:
         for chunk in chunks:
             found.update(chunk)
         return bool(found.digest() == self._hash.digest())
-
-    def flush(self) -> None:
-        """Does nothing."""
 
     def finish(self) -> None:
         """Waits for the current part and passes on the rest, which completing the upload sends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import (
     DOCUMENTS,
-    IMAGE_FILES,
     IMAGE_FILES_NAME,
     INDEX_NAME,
     KIND_FEATURES,
@@ -38,11 +37,18 @@ from vlmdata.format.tokenizer_files import STRAY, tokenizer_findings
 from vlmdata.media.codecs import IMAGE, RAW, codec_feature
 from vlmdata.storage.join import shifted_keys
 from vlmdata.verify.fault import Fault
-from vlmdata.verify.file_names import foreign_files, listed, stray_files
-from vlmdata.verify.manifest import image_files_faults, manifest_faults, totals_faults, turns_faults
+from vlmdata.verify.manifest import (
+    foreign_files,
+    image_files_faults,
+    listed,
+    manifest_faults,
+    stray_files,
+    tokenizer_info_faults,
+    totals_faults,
+    turns_faults,
+)
 from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_shard
-from vlmdata.verify.tokenizer_ids import tokenizer_info_faults
 from vlmdata.wording import counted
 from vlmdata.workers import Workers, WorkersDied
 
@@ -197,10 +203,7 @@ def _prepare(directory: Path, open_shard: OpenShard, pixels: bool) -> Callable[[
 
 
 def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
-    hashes = {INDEX_NAME: manifest.index_sha256, LEDGER_NAME: manifest.ledger_sha256}
-    if isinstance(recorded := manifest.source.get(IMAGE_FILES), Mapping):
-        hashes[IMAGE_FILES_NAME] = str(recorded.get("sha256"))
-    for name, expected in hashes.items():
+    for name, expected in manifest.small_files.items():
         path = directory / name
         if not path.is_file():
             yield Fault(name, "missing", "file not found")

@@ -16,7 +16,7 @@ from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import ITEMS_MEMBER, KIND_FEATURES
 from vlmdata.format.shard import ItemName, ItemPlace, item_metadata
 from vlmdata.media.codecs import IMAGE, ItemShape, decode_item
-from vlmdata.media.pixel_check import require_pixels
+from vlmdata.media.versions import require_pixels
 from vlmdata.verify.sample import SampleRules
 from vlmdata.wording import counted
 

@@ -1,22 +1,42 @@
-"""The audit of the manifest: every value that can be recomputed from the dataset or from another value."""
+"""The audit of the manifest: values that follow from another one, the dataset or its tokenizer; files it lacks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmdata.families import Family
 from vlmdata.format.manifest import Manifest, ShardInfo, canonical_hash
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, JOINED, MANIFEST_NAME
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, JOINED, MANIFEST_NAME, PROGRESS_DIR, TOKENIZER_DIR
 from vlmdata.format.selection import SELECTION
+from vlmdata.format.tokenizer_files import (
+    CONFIG_FILE,
+    STRAY,
+    VOCABULARY_FILE,
+    added_tokenizer_files,
+    files_below,
+    is_hidden,
+    stray_tokenizer_file,
+    tokenizer_file_names,
+)
+from vlmdata.format.tokenizer_info import TokenizerInfo, flat, special_ids
 from vlmdata.verify.fault import Fault
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Finding = tuple[str, str]
 """(check, message)."""
+_IN_TOKENIZER = f"{TOKENIZER_DIR}/"
 
 
 def manifest_faults(manifest: Manifest) -> Iterator[Fault]:
@@ -137,3 +157,87 @@ def image_files_faults(directory: Path, manifest: Manifest) -> Iterator[Fault]:
         if recorded.get(name, value) != value:
             message = f"source.{IMAGE_FILES}.{name} is {recorded[name]}, but the list has {value}"
             yield Fault(MANIFEST_NAME, "source", message)
+
+
+def tokenizer_info_faults(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Yields a fault for each value of ``tokenizer`` in the manifest that the tokenizer folder contradicts.
+
+    The caller has checked the files of the folder.
+    """
+    from tokenizers import Tokenizer  # loaders and servers need none
+
+    folder = directory / TOKENIZER_DIR
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / VOCABULARY_FILE))
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG_FILE} is not an object")
+    except Exception as error:  # tokenizers raises bare Exception
+        yield Fault(f"{TOKENIZER_DIR}/{VOCABULARY_FILE}", "tokenizer", f"cannot be read: {error}")
+        return
+    for name, found, expected in _contradictions(tokenizer, config, manifest.tokenizer, manifest.model_family):
+        yield Fault(MANIFEST_NAME, "tokenizer", f"tokenizer.{name} is {found!r}, but {TOKENIZER_DIR}/ has {expected!r}")
+
+
+def _contradictions(
+    tokenizer: Tokenizer, config: Mapping[str, Any], info: TokenizerInfo, family: Family
+) -> Iterator[tuple[str, Any, Any]]:
+    if (size := tokenizer.get_vocab_size(with_added_tokens=True)) != info.vocab_size:
+        yield "vocab_size", info.vocab_size, size
+    tokenizer.no_truncation()
+    # transformers takes the usual token if the setting is not one of its own attributes.
+    found, eos = flat(asdict(info)), _named(config, "eos_token")
+    usual = special_ids(tokenizer, family, lambda setting: eos if setting == "eos_token" else None)
+    for place, expected in special_ids(tokenizer, family, partial(_named, config)).items():
+        recorded = place != "end_of_text" or info.end_of_text >= 0
+        if recorded and found[place] not in (expected, usual[place]):
+            yield place, found[place], expected
+    for name, text in info.special_tokens.items():
+        setting = _named(config, name)
+        if setting is not None and text != setting:
+            yield f"special_tokens.{name}", text, setting
+        elif tokenizer.token_to_id(text) is None:
+            yield f"special_tokens.{name}", text, None
+    pad = tokenizer.token_to_id(str(_named(config, "pad_token") or eos))
+    if pad is not None and pad != info.pad:
+        yield "pad", info.pad, pad
+
+
+def _named(config: Mapping[str, Any], setting: str) -> str | None:
+    """Returns the token's text in a setting, which may be an object with flags."""
+    value = config.get(setting)
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else None
+
+
+def listed(directory: Path) -> list[str]:
+    """Returns the names in a dataset's folder, and the paths of the files in its tokenizer folder."""
+    return [*os.listdir(directory), *(f"{_IN_TOKENIZER}{name}" for name in files_below(directory / TOKENIZER_DIR))]
+
+
+def stray_files(names: Iterable[str], manifest: Manifest) -> Iterator[Fault]:
+    """Yields a fault for each file that a reader could take for a part of the dataset.
+
+    These are shards, which a reader of plain tars would read, and files that change the tokenizer.
+    """
+    names = sorted(names)
+    shards = {shard.name for shard in manifest.shards}
+    for name in names:
+        if name.startswith("shard-") and name not in shards:
+            yield Fault(name, STRAY, "a shard that is not in the manifest")
+    inner = [name.removeprefix(_IN_TOKENIZER) for name in names if name.startswith(_IN_TOKENIZER)]
+    yield from (Fault(*stray_tokenizer_file(name)) for name in added_tokenizer_files(inner, manifest))
+
+
+def foreign_files(names: Iterable[str], manifest: Manifest) -> tuple[str, ...]:
+    """Returns the files and folders that are no part of the dataset and harm none of its readers, sorted."""
+    own = {MANIFEST_NAME, *manifest.small_files, TOKENIZER_DIR, PROGRESS_DIR}
+    own |= {shard.name for shard in manifest.shards}
+    own |= {f"{_IN_TOKENIZER}{name}" for name in tokenizer_file_names(manifest)}
+    names = list(names)
+    faulty = {fault.file for fault in stray_files(names, manifest)}
+    return tuple(
+        name
+        for name in sorted(names)
+        if name not in own and name not in faulty and (is_hidden(name) or not name.startswith(_IN_TOKENIZER))
+    )

@@ -12,35 +12,22 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.format.schema import (
-    IMAGE_FILES,
-    IMAGE_FILES_NAME,
-    INDEX_NAME,
-    LEDGER_NAME,
-    MANIFEST_NAME,
-    TOKENIZER_DIR,
-)
+from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import STRAY, tokenizer_file_names
 from vlmdata.locations import file_system, is_url, place_of
 from vlmdata.storage.cache import cache_folder
 from vlmdata.storage.download import download
 from vlmdata.storage.objects import ATOMIC
 from vlmdata.verify.dataset import Audit
-from vlmdata.verify.fault import Fault
-from vlmdata.verify.remedy import remedies
+from vlmdata.verify.fault import Fault, remedies
 
 
 @dataclass(frozen=True)
 class FetchedShards:
-    """Opens the current shards of a URL. It ignores the loader's cache, which would prove nothing.
+    """Opens the current shards of a URL. It ignores the loader's cache, which would prove nothing."""
 
-    Attributes:
-        url: The dataset's URL.
-        folder: Folder for a shard during its audit.
-    """
-
-    url: str
-    folder: Path
+    url: str  # the dataset's URL
+    folder: Path  # folder for a shard during its audit
 
     def names(self) -> list[str]:
         """Lists the files at the URL and in its tokenizer folder, sorted. Empty for a web address: it has no lists.
@@ -75,9 +62,6 @@ class FetchedShards:
 @contextmanager
 def auditable(location: str | PathLike[str]) -> Iterator[tuple[Path, FetchedShards | None]]:
     """Provides a folder to audit and a function that opens its shards. For a URL, downloads the small files.
-
-    Args:
-        location: A folder or fsspec URL.
 
     Yields:
         The folder, and for a URL the function that downloads and opens a shard.
@@ -128,13 +112,7 @@ def _fetch_small_files(url: str, folder: Path) -> None:
         manifest = Manifest.read(folder)
     except DatasetFormatError as error:
         raise DatasetFormatError(f"{url}: {error}") from error
-    listed = [IMAGE_FILES_NAME] if IMAGE_FILES in manifest.source else []
-    for name in (
-        INDEX_NAME,
-        LEDGER_NAME,
-        *listed,
-        *(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest)),
-    ):
+    for name in (*manifest.small_files, *(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))):
         try:
             download(f"{url}/{name}", folder / name, None)
         except FileNotFoundError:  # the audit reports this fault

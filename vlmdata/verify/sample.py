@@ -1,4 +1,4 @@
-"""The audit of one sample: checks tokens, mask, positions and patches.
+"""The audit of one sample, a conversation or a document: checks tokens, mask, positions and patches.
 
 Pure functions of a sample and the tokenizer ids in the manifest. No tokenizer is loaded.
 """
@@ -21,7 +21,6 @@ from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import DOCUMENTS, Sample
 from vlmdata.format.tokenizer_info import TokenizerInfo
-from vlmdata.verify.document import audit_document, special_names
 from vlmdata.wording import counted
 
 Finding = tuple[str, str]
@@ -30,23 +29,15 @@ Finding = tuple[str, str]
 
 @dataclass(frozen=True)
 class SampleRules:
-    """Rules for every sample of a dataset.
+    """Rules for every sample of a dataset."""
 
-    Attributes:
-        tokenizer: Special ids.
-        pad_multiple: Of which stored lengths are multiples.
-        all_turns: Whether every assistant turn of a sample is a target, or the last alone.
-        family: The family the samples are made for.
-        libraries: Version by name of the libraries that made the pixels, for messages.
-        documents: Whether samples without target turns are documents. Elsewhere they are faults.
-    """
-
-    tokenizer: TokenizerInfo
-    pad_multiple: int
-    all_turns: bool
-    family: Family
+    tokenizer: TokenizerInfo  # special ids
+    pad_multiple: int  # of which stored lengths are multiples
+    all_turns: bool  # whether every assistant turn of a sample is a target, or the last alone
+    family: Family  # the family the samples are made for
+    #: Version by name of the libraries that made the pixels, for messages.
     libraries: Mapping[str, str] = field(default_factory=dict)
-    documents: bool = False
+    documents: bool = False  # whether samples without target turns are documents. Elsewhere they are faults.
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleRules:
@@ -316,3 +307,45 @@ def _positions(sample: Sample, starts: npt.NDArray[np.int64], family: Family) ->
             f"{len(wrong)} positions do not follow from the grids; the first, token {at}, is "
             f"{actual[:, at].tolist()} but should be {expected[:, at].tolist()}",
         )
+
+
+def special_names(tokenizer: TokenizerInfo, family: Family) -> dict[str, int]:
+    """Returns the ids that are never learned in a conversation, by the family's texts: marks, placeholders, padding."""
+    names = {"padding": tokenizer.pad, family.chat.turn_start: tokenizer.turns.start}
+    if family.chat.begin:
+        names[family.chat.begin] = tokenizer.turns.begin
+    for item in family.items:
+        names |= dict(zip(item.texts, tokenizer.items[item.kind].ids, strict=True))
+    return names
+
+
+def audit_document(
+    sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, family: Family
+) -> Iterator[tuple[str, str]]:
+    """Finds faults in targets and special tokens of a document, as (check, message)."""
+    ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
+    images = tokenizer.items[IMAGE].ids
+    learned = ~np.isin(ids, images)
+    learned[0] = False
+    if len(wrong := np.flatnonzero(mask != learned)):
+        at = int(wrong[0])
+        yield (
+            "document_target",
+            f"token {at} is {'a' if mask[at] else 'not a'} target ({len(wrong)} such); in a document, all tokens are "
+            "targets except the first and images with their marks",
+        )
+    if sample.loss_weights is not None and len(np.unique(sample.loss_weights[: sample.length][mask])) > 1:
+        yield "document_weight", "the targets have several loss weights, but a document has one"
+    end, begin = tokenizer.end_of_text, tokenizer.turns.begin
+    strange = special_names(tokenizer, family) | {family.chat.turn_end: tokenizer.turns.end}
+    for name, token in strange.items():
+        hits = np.flatnonzero(ids == token)
+        if token == begin:
+            hits = hits[hits > 0]  # the first piece of a document begins with it
+        if token not in (end, *images) and len(hits):
+            yield "document_token", f"token {hits[0]} is {name}, which a document must not contain ({len(hits)} such)"
+    ends = np.flatnonzero(ids == end).tolist()
+    expected = [] if row.truncated else [len(ids) - 1]
+    if ends != expected:
+        state = "is truncated" if row.truncated else "is complete"
+        yield "document_end", f"the document {state}, but its end-of-text tokens are at {ends} instead of {expected}"

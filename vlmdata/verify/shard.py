@@ -11,8 +11,9 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -21,7 +22,7 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
 from vlmdata.format.dataset import OpenShard
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.manifest import ShardInfo
+from vlmdata.format.manifest import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING, ShardInfo
 from vlmdata.format.schema import (
     ALL_MEMBERS,
     ITEMS_MEMBER,
@@ -31,7 +32,6 @@ from vlmdata.format.schema import (
     Sample,
     parse_key,
 )
-from vlmdata.format.turns import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.items import Owners, audit_items, described_items, owners_of, raw_items_problem
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
@@ -40,50 +40,33 @@ from vlmdata.wording import counted
 
 @dataclass(frozen=True)
 class ShardAudit:
-    """Result of a shard's audit.
+    """Result of a shard's audit."""
 
-    Attributes:
-        samples: Number of audited samples.
-        faults: All faults.
-        turns: Counts of the manifest's ``turns`` that samples have; empty if no sample was looked at.
-    """
-
-    samples: int
-    faults: list[Fault] = field(default_factory=list)
+    samples: int  # number of audited samples
+    faults: list[Fault] = field(default_factory=list)  # all faults
+    #: Counts of the manifest's ``turns`` that samples have; empty if no sample was looked at.
     turns: Mapping[str, int] = field(default_factory=dict)
 
 
 def audit_shard(
     open_shard: OpenShard, info: ShardInfo, rows: list[IndexRow], rules: SampleRules, *, pixels: bool = True
 ) -> ShardAudit:
-    """Audits one shard.
-
-    Args:
-        open_shard: Opens the shard.
-        info: The shard's manifest entry.
-        rows: Its index rows.
-        rules: Rules for its samples.
-        pixels: Whether encoded items are decoded and their patches checked.
-    """
+    """Audits one shard."""
     dropped: Counter[int] = Counter()
-    audit = _opened(open_shard, info, len(rows), lambda data: _audit(data, info, rows, rules, pixels, dropped))
+    audit = _opened(open_shard, info, len(rows), partial(_audit, info, rows, rules, pixels, dropped))
     return replace(audit, turns={DROPPED_REASONING: dropped.total(), ROWS_WITH_DROPPED_REASONING: len(dropped)})
 
 
 def hash_shard(open_shard: OpenShard, info: ShardInfo) -> ShardAudit:
     """Checks size and sha256 of one shard. Nothing more can be checked without an index."""
-    return _opened(open_shard, info, 0, lambda data: _hash(data, info))
+    return _opened(open_shard, info, 0, lambda file, data: _hash(data, info))
 
 
 @dataclass(frozen=True)
 class FolderShards:
-    """Opens shards of a folder.
+    """Opens shards of a folder."""
 
-    Attributes:
-        directory: The folder.
-    """
-
-    directory: Path
+    directory: Path  # the folder
 
     def __call__(self, info: ShardInfo) -> int:
         """Opens a shard; the caller closes the file descriptor."""
@@ -91,15 +74,11 @@ class FolderShards:
 
 
 def _opened(
-    open_shard: OpenShard, info: ShardInfo, samples: int, check: Callable[[mmap.mmap], Iterator[Fault]]
+    open_shard: OpenShard, info: ShardInfo, samples: int, check: Callable[[BinaryIO, mmap.mmap], Iterator[Fault]]
 ) -> ShardAudit:
     try:
-        file = open_shard(info)
-        try:
-            with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
-                return ShardAudit(samples, list(check(data)))
-        finally:
-            os.close(file)
+        with open(open_shard(info), "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return ShardAudit(samples, list(check(file, data)))
     except FileNotFoundError:
         return ShardAudit(0, [Fault(info.name, "missing", f"not found; it held {counted(info.samples, 'sample')}")])
     except (OSError, ValueError, DatasetFormatError) as error:  # ValueError: an empty file cannot be mapped
@@ -115,7 +94,13 @@ def _hash(data: mmap.mmap, info: ShardInfo) -> Iterator[Fault]:
 
 
 def _audit(
-    data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules, pixels: bool, dropped: Counter[int]
+    info: ShardInfo,
+    rows: list[IndexRow],
+    rules: SampleRules,
+    pixels: bool,
+    dropped: Counter[int],
+    file: BinaryIO,
+    data: mmap.mmap,
 ) -> Iterator[Fault]:
     """Yields the faults of a shard, and counts in ``dropped`` the turns of each row that lack their reasoning."""
     yield from _hash(data, info)
@@ -125,7 +110,7 @@ def _audit(
             "index",
             f"{counted(len(rows), 'index row')}, but the manifest says {counted(info.samples, 'sample')}",
         )
-    members, problem = _tar_members(data)
+    members, problem = _tar_members(file)
     expected_members = sum(2 + len(row.placement.arrays) for row in rows)  # and the JSON and the items
     if not problem and any(data[-1024:]):
         problem = "the archive does not end in two zero blocks; it was truncated"
@@ -140,11 +125,11 @@ def _audit(
             yield Fault(info.name, check, message, row.source_row, row.key)
 
 
-def _tar_members(data: mmap.mmap | bytes) -> tuple[dict[str, tuple[int, int]], str]:
+def _tar_members(file: BinaryIO) -> tuple[dict[str, tuple[int, int]], str]:
     """Returns (data offset, size) by member name, as read by tarfile, and the error that stopped it, if any."""
     members: dict[str, tuple[int, int]] = {}
     try:
-        with tarfile.open(fileobj=_Reader(data), mode="r:") as archive:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 if member.name in members:
                     return members, f"the member {member.name} occurs twice"
@@ -152,33 +137,6 @@ def _tar_members(data: mmap.mmap | bytes) -> tuple[dict[str, tuple[int, int]], s
     except (tarfile.TarError, EOFError, OSError) as error:
         return members, f"not a readable tar after {counted(len(members), 'member')}: {error}"
     return members, ""
-
-
-class _Reader(io.RawIOBase):
-    """Presents a mapped file as a seekable stream for tarfile."""
-
-    def __init__(self, data: mmap.mmap | bytes):
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = len(self._data) if size is None or size < 0 else self._at + size
-        piece = self._data[self._at : stop]
-        self._at += len(piece)
-        return piece
 
 
 def _audit_row(
@@ -199,7 +157,7 @@ def _audit_row(
         yield "checksum", f"xxh3 {checksum:016x}, the index says {place.checksum:016x}"
         return
     if members is None:
-        own, _ = _tar_members(data[place.offset : place.offset + place.size])
+        own, _ = _tar_members(io.BytesIO(data[place.offset : place.offset + place.size]))
         members = {name: (place.offset + start, size) for name, (start, size) in own.items()}
     turn_weights: tuple[float, ...] = ()
     try:

@@ -20,20 +20,23 @@ LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # the interpreter cuts off
 
 
 def interpreted() -> None:
+    from model.kernels import decay, delta_inputs, short_convolution
     from model.kernels.short_convolution import DeltaHeads
     from tests.model.kernels.delta_inputs import compared
 
-    # The interpreter is slow, and shrinking would take minutes.
-    @settings(max_examples=10, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-    @example(
-        [5, 1, 130], DeltaHeads(1, 1, 8, 8), 4, torch.float32, 0
-    )  # a block with nothing but the middle of a sample
-    @example([62, 65, 3], DeltaHeads(1, 1, 8, 8), 4, torch.float32, 0)  # samples that begin shortly before a block
+    every_rate()
+    # The interpreter is slow: with blocks of 8 tokens, few tokens have several. Shrinking would take minutes.
+    delta_inputs.BLOCK = short_convolution.BLOCK = decay._TILE = 8
+
+    @settings(max_examples=5, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+    # A block with nothing but the middle of a sample, then samples that begin shortly before a block.
+    @example([5, 1, 14], DeltaHeads(1, 1, 8, 8), 4, torch.float32, 0)
+    @example([6, 9, 3], DeltaHeads(1, 1, 8, 8), 4, torch.float32, 0)
     @example([1, 1, 1], DeltaHeads(2, 4, 128, 128), 4, torch.bfloat16, 16)
-    @example([17], DeltaHeads(1, 3, 256, 64), 4, torch.float32, 0)
+    @example([9], DeltaHeads(1, 3, 256, 64), 4, torch.float32, 0)
     @example([2, 3], DeltaHeads(1, 2, 8, 8), 1, torch.float32, 3)
     @given(
-        st.lists(st.integers(1, 12), min_size=1, max_size=4),
+        st.lists(st.integers(1, 9), min_size=1, max_size=3),
         st.builds(
             lambda keys, repeats, key, value: DeltaHeads(keys, keys * repeats, key, value),
             st.integers(1, 2),
@@ -51,7 +54,6 @@ def interpreted() -> None:
         assert max(errors.values()) < LIMITS[dtype], errors
 
     equal()
-    every_rate()
 
 
 def every_rate() -> None:

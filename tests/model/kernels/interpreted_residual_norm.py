@@ -26,7 +26,7 @@ def interpreted() -> None:
     chosen = random.Random(1)
     default = residual_norm.FORWARD, residual_norm.BACKWARD, residual_norm.OF_BIAS
     cases = [(5, 768), (3, 1024), (2, 1152), (0, 64), (1, 1)]
-    cases += [(chosen.randint(1, 70), chosen.randint(2, 300)) for _ in range(6)]
+    cases += [(chosen.randint(1, 40), chosen.randint(2, 300)) for _ in range(3)]
     for number, (rows, width) in enumerate(cases):
         # Few programs have several tiles each, the last ones in part or not at all.
         few = tuple(Tiling(2 ** chosen.randint(0, 3), 256, chosen.randint(1, 4)) for _ in range(3))
@@ -119,9 +119,8 @@ def in_the_tower() -> None:
 
     with cpu_mode.cpu_mode_if_needed():
         plain = gradients(False)
-        cases: list[dict[str, Any]] = [{}, {"recompute": True}, {"sharded": True}]
-        cases += [{"frozen": "vision.blocks"}, {"frozen": "norm"}, {"frozen": "bias"}]
-        cases += [{"frozen": "blocks.1", "recompute": True}]
+        cases: list[dict[str, Any]] = [{"recompute": True, "sharded": True}, {"frozen": "vision.blocks"}]
+        cases += [{"frozen": "norm"}, {"frozen": "blocks.1", "recompute": True}]
         for case in cases:
             found = gradients(True, **case)
             assert set(found) == {name for name in plain if case.get("frozen", "none") not in f"vision.{name}"}

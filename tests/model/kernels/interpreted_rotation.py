@@ -22,7 +22,7 @@ def interpreted() -> None:
     # Few programs have several tiles each, the last ones in part or not at all.
     tilings = st.builds(RotationTiling, st.sampled_from([1, 16, 64]), st.just(8), st.integers(1, 4))
 
-    @settings(max_examples=15, deadline=None, database=None)
+    @settings(max_examples=8, deadline=None, database=None)
     @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 9), st.none() | tilings, st.sampled_from([*LIMITS]))
     @example(0, 2, 8, None, torch.bfloat16)
     @example(7, 16, 36, None, torch.bfloat16)

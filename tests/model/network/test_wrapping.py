@@ -143,7 +143,7 @@ def _train_wrapped(monkeypatch: pytest.MonkeyPatch, *args: Any, **settings: Any)
         train_here(*args, **settings)
 
 
-def test_ten_steps_a_checkpoint_and_an_export_that_merges(
+def test_steps_a_checkpoint_and_an_export_that_merges(
     one_process: None,
     chats: Path,  # noqa: F811
     validation: Path,  # noqa: F811
@@ -157,18 +157,18 @@ def test_ten_steps_a_checkpoint_and_an_export_that_merges(
     settings: dict[str, Any] = {"data__eval_paths": [str(validation)], "optimizer__lr": 2e-3}
     train_here(tmp_path / "base", chats, run__steps=1, **settings)
     base = tmp_path / "base" / "checkpoints" / "step-00000001"
-    start = settings | {"model__weights": str(base), "run__steps": 10, "run__save_every": 5, "run__keep": 0}
+    start = settings | {"model__weights": str(base), "run__steps": 4, "run__save_every": 2, "run__keep": 0}
     _train_wrapped(monkeypatch, tmp_path / "run", chats, **start)
     assert "has no weights of wrappers" in capsys.readouterr().out
     losses = [each["loss"] for each in steps_of(tmp_path / "run")]
-    assert len(losses) == 10
+    assert len(losses) == 4
 
     # Resumed half-way, the second half is the same.
-    _train_wrapped(monkeypatch, tmp_path / "half", chats, **(start | {"run__steps": 5, "optimizer__decay_steps": 12}))
+    _train_wrapped(monkeypatch, tmp_path / "half", chats, **(start | {"run__steps": 2, "optimizer__decay_steps": 12}))
     _train_wrapped(monkeypatch, tmp_path / "half", chats, resume=True, **start)
     assert [each["loss"] for each in steps_of(tmp_path / "half")] == losses
 
-    newest = tmp_path / "run" / "checkpoints" / "step-00000010"
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     with pytest.raises(WeightsError, match=r"wrapper"):  # nothing is silently left out
         to_hf(newest, tmp_path / "refused")
     to_hf(newest, tmp_path / "merged", wrap=attach)

@@ -15,7 +15,7 @@ from model.parallel.layout import require_layout
 from model.parallel.packed import PackIndex
 from model.parallel.separation import Separation
 from model.parallel.vision_rows import MicroBatchRows, even_parts
-from vlmdata.loader.request.rank_stream import PackImages
+from vlmdata.loader.request.pack_request import PackImages
 from vlmdata.packing.image_owners import step_owners
 
 MERGE = 4

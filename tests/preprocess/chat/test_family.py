@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from preprocess.assets import EMBEDDED_TOKENIZER
-from preprocess.chat.family import family_of
+from preprocess.chat.tokenizer import family_of
 from preprocess.config import ImageConfig
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image
@@ -23,7 +23,7 @@ from tests.preprocess.command_line import Ended
 from vlmdata import StreamingLoader, open_dataset
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.families import REGISTRY, family
-from vlmdata.inspect.pixels import rebuild_image
+from vlmdata.inspect.sample import rebuild_image
 from vlmdata.media.resize import resize_image
 from vlmdata.verify.dataset import verify_dataset
 

@@ -21,10 +21,8 @@ from PIL import Image, ImageOps
 from preprocess.demo import DEMO_VERSION, ensure_demo_dataset
 from preprocess.demo.chat import KINDS as CHAT_KINDS
 from preprocess.demo.chat import demo_conversation
-from preprocess.demo.compose import LOCALES, locale_named
-from preprocess.demo.files import KINDS, encode
-from preprocess.demo.photo import MAX_SIZE, shoot
-from preprocess.demo.receipt import Receipt, gt_parse
+from preprocess.demo.compose import LOCALES, Receipt, gt_parse, locale_named
+from preprocess.demo.photo import KINDS, MAX_SIZE, encode, shoot
 from preprocess.demo.row import DemoReceipt, demo_content, demo_page, demo_receipt
 
 BLOCK = 32  # every kind of image is dealt within so many rows

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from preprocess.chat import length
-from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.chat.tokenizer import _PIECE, ChatTokenizer
 from preprocess.config import ImageConfig, Overlong, PreprocessConfig
 from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
 from preprocess.encode import Encoder, image
@@ -88,7 +87,7 @@ class TestOverlongByImages:
         sample = talk([picture(seed) for seed in range(60)])
         found = rejection(encoder, sample)
         assert (found.reason, decoded) == (Reason.OVERLONG, [])
-        monkeypatch.setattr("preprocess.encode.encoder.image_tokens", lambda *_, **__: None)
+        monkeypatch.setattr("preprocess.encode.encoder.item_tokens", lambda *_, **__: None)
         assert rejection(encoder, sample).message == found.message
         assert len(decoded) == 60
 
@@ -146,7 +145,7 @@ class TestOverlongByText:
             assert found.reason is Reason.OVERLONG
             assert found.message.startswith("more than 2000 tokens of text (4,")
             assert f"over --max-length 1000{hint}" in found.message
-        assert 0 < longest <= length._PIECE
+        assert 0 < longest <= _PIECE
 
     @pytest.mark.parametrize(
         "text", ["        " * 20_000, "word " * 20_000, "a" * 160_000], ids=["spaces", "words", "a"]

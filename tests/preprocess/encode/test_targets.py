@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import (
-    ImageConfig,
-    Overlong,
-    PreprocessConfig,
-    SpecialText,
-    TrainThink,
-    TrainTurns,
-)
+from preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText, TrainThink, TrainTurns
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.reject import RowRejected

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import EncodedSample, Encoder
-from preprocess.encode.weights import LEAST, MOST
+from preprocess.encode.sample import LEAST, MOST
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from vlmdata.reasons import Reason

@@ -123,29 +123,62 @@ class TestEveryEngine:
 
 
 class Halting(Engine):
-    """Runs the first job only, or the first one twice."""
+    """Keeps a rule badly: runs the first job only, or twice, or yields or returns something else."""
 
-    def __init__(self, twice: bool):
-        self._twice = twice
+    def __init__(self, how: str):
+        self._how = how
 
     def run(
         self, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
     ) -> Generator[ShardRecord]:
         """Some of it."""
-        for _ in range(1 + self._twice):
+        if self._how == "list":
+            return []  # type: ignore[return-value]
+        return self._some(work, jobs, counters)
+
+    def _some(self, work: ShardWork, jobs: Sequence[ShardJob], counters: Counters) -> Generator[ShardRecord]:
+        for _ in range(1 + (self._how == "twice")):
             yield from Local().run(work, jobs[:1], 1, counters)
+        if self._how == "none":
+            yield None  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("twice", "words"),
-    [(True, "returned shard-000000.tar, not one of its jobs"), (False, "ended without shard-000001.tar")],
+    ("how", "words"),
+    [
+        ("twice", "yielded shard-000000.tar twice"),
+        ("once", "ended without shard-000001.tar"),
+        ("none", "yielded a NoneType, not the ShardRecord"),
+        ("list", "returned a list, not a generator"),
+    ],
 )
 def test_an_engine_that_does_not_do_its_jobs_is_reported(
-    cord_parquet: Path, tmp_path: Path, twice: bool, words: str
+    cord_parquet: Path, tmp_path: Path, how: str, words: str
 ) -> None:
     jobs = [ShardJob(n, n, n + 1) for n in range(2)]
-    with pytest.raises(RuntimeError, match=f"engine Halting {words}"):
-        list(make_shards(Halting(twice), work_of(cord_parquet, tmp_path), jobs, 1, Counters(2)))
+    with pytest.raises(SourceError, match=f"--engine {__name__}:Halting: `run` {words}"):
+        list(make_shards(Halting(how), work_of(cord_parquet, tmp_path), jobs, 1, Counters(2)))
+
+
+class NoCluster(Engine):
+    """Does not start."""
+
+    default_workers = 2  # type: ignore[assignment]
+
+    def warm_up(self, workers: int) -> None:
+        """Fails."""
+        raise RuntimeError("no cluster")
+
+
+def test_an_engine_whose_workers_are_a_number_is_refused() -> None:
+    with pytest.raises(SourceError, match="it has no method `default_workers`, but an int of this name"):
+        load_engine(f"{__name__}:NoCluster")
+
+
+def test_an_engine_that_does_not_start_is_named(cord_parquet: Path, tmp_path: Path) -> None:
+    words = r"--engine .*:NoCluster: it failed: RuntimeError: no cluster \(test_engines\.py, line \d+\)"
+    with pytest.raises(SourceError, match=words):
+        preprocess_dataset(open_source(str(cord_parquet)), tmp_path, CONFIG, engine=NoCluster())
 
 
 class Remote(Engine):

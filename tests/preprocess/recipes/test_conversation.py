@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.base import load_recipe
-from preprocess.recipes.candidates import unexpected
+from preprocess.recipes.base import load_recipe, unexpected
 from preprocess.row import Row
 from tests.list_recipe import NAME
 

@@ -20,9 +20,9 @@ from preprocess.recipes import image_files
 from preprocess.recipes.image_files import changed_files, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
+from preprocess.run.claim import Part
 from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset, preprocess_part
 from preprocess.run.finish import finish_dataset
-from preprocess.run.part import Part
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes

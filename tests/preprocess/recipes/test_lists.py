@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from preprocess.conversation import Conversation
-from preprocess.recipes.base import load_recipe
-from preprocess.recipes.candidates import candidates_of
+from preprocess.recipes.base import candidates_of, load_recipe
 from preprocess.row import Row
 from tests.conftest import tree_bytes
 from tests.list_recipe import LIST_KEYS, LIST_REJECTS, NAME, build_lists

@@ -17,16 +17,16 @@ from rich.console import Console
 
 from preprocess.cli.report import report_of
 from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.run.closing import most_frequent
 from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.shards.job import ShardRecord
-from preprocess.shards.source_code import recipe_fingerprint
-from preprocess.shards.sums import most_frequent, shortened, summed
+from preprocess.shards.fingerprints import recipe_fingerprint
+from preprocess.shards.job import ShardRecord, shortened
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import TOKENIZER
 from vlmdata.cli.main import main
 from vlmdata.format.ledger import read_ledger
-from vlmdata.format.manifest import Manifest, ShardInfo, Totals
+from vlmdata.format.manifest import Manifest, ShardInfo, Totals, summed
 from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset

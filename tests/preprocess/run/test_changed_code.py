@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.shards.identity_changes import identity_changes
+from preprocess.shards.fingerprints import identity_changes
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import cord_row, write_cord_parquet
 from tests.preprocess.extend_pages import write_named_file
@@ -144,7 +144,7 @@ class TestRemedies:
 
 
 def said(before: list[dict[str, object]], now: list[dict[str, object]]) -> str:
-    from preprocess.shards.identity_changes import refusal
+    from preprocess.shards.fingerprints import refusal
 
     config: dict[str, object] = {"config": {"options": {}, "fingerprints": {}}, "tokenizer": {}}
     one, other = ({**config, "source": {"files": files}} for files in (before, now))

@@ -16,9 +16,9 @@ import ray
 
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.engines.base import load_engine
+from preprocess.run.claim import Part
 from preprocess.run.dataset import RunResult, preprocess_dataset, preprocess_part
 from preprocess.run.finish import finish_dataset
-from preprocess.run.part import Part
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.object_store import ObjectStore

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.claim import directory_claim, part_claim, whole_claim
+from preprocess.run.claim import Part, directory_claim, job_array, part_claim, whole_claim
 from preprocess.run.dataset import PartResult, RunResult, preprocess_dataset, preprocess_part
 from preprocess.run.finish import Missing, finish_dataset
-from preprocess.run.part import Part, job_array
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, Ended

@@ -23,7 +23,7 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
-from vlmdata.verify.remedy import remedies
+from vlmdata.verify.fault import remedies
 
 CONFIG = PreprocessConfig(recipe="chat", image=ImageConfig(1024, 65_536), rows_per_shard=MIXED_ROWS_PER_SHARD)
 

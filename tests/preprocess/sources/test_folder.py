@@ -10,8 +10,8 @@ from datasets.data_files import get_data_patterns, resolve_pattern
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from preprocess.sources.kinds import splits_by_name
 from preprocess.sources.open import open_source
-from preprocess.sources.splits import splits_by_name
 from tests.conftest import encoded_image
 from vlmdata.errors import SourceError
 

@@ -20,10 +20,9 @@ from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.engines.local import PRELOADED
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources import holdout
-from preprocess.sources.holdout import TRAIN, VALIDATION, content_hash, hold_out, is_held_out
+from preprocess.sources.holdout import TRAIN, VALIDATION, SelectedRows, content_hash, hold_out, is_held_out
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
-from preprocess.sources.selected import SelectedRows
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes
 from vlmdata.errors import SourceError

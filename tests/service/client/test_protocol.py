@@ -27,10 +27,11 @@ from vlmdata.service.protocol import (
     FileQuery,
     Header,
     ServedDataset,
-    Trailer,
     decode_error,
     decode_query,
+    decode_trailer,
     encode_error,
+    encode_trailer,
 )
 from vlmdata.service.shared_memory import IN_ANSWER, SharedPack
 
@@ -158,7 +159,7 @@ def test_metadata_arrives_as_it_was_sent() -> None:
     assert Header.decode(header.encode()) == header
     header = Header(12, {}, SharedPack(7, 3, 99, 4096, 1 << 61, ((0, 8), (IN_ANSWER, 4))))
     assert Header.decode(header.encode()) == header
-    assert Trailer.decode(Trailer((1 << 64) - 1).encode()).checksum == (1 << 64) - 1
+    assert decode_trailer(encode_trailer((1 << 64) - 1)) == (1 << 64) - 1
     description = Description(1, "0.1", (ServedDataset("cord", "ab"),))
     assert Description.decode(description.encode()) == description
     for other in (b"[]", b'{"protocol": Infinity, "vlmdata": "", "datasets": []}', b"[" * 100_000):

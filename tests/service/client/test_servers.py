@@ -19,7 +19,7 @@ from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.address import Server, parse_address
 from vlmdata.service.client import servers as module
 from vlmdata.service.client.connection import CertificateError, ServerLostError
-from vlmdata.service.client.race import Race
+from vlmdata.service.client.filler import Race
 from vlmdata.service.client.servers import Servers
 
 

@@ -1,4 +1,4 @@
-"""Joins template, stylesheet and script to one self-contained HTML document."""
+"""Builds the page: one self-contained HTML document, for a file with chosen samples or for a server."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from vlmdata.errors import ResourceError
+from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.atomic import write_atomically
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.inspect.dataset import DatasetCard
+from vlmdata.inspect.findings import Severity
+from vlmdata.inspect.page.payload import dataset_payload, sample_payload, summary_payload
+from vlmdata.inspect.sample import PAGE_SIDE, THUMBNAIL_SIDE, SampleDescriber
 from vlmdata.inspect.serialise import to_json
+from vlmdata.media.image_file import image_file
 from vlmdata.version import __version__
 
 _HERE = Path(__file__).parent
 #: The parts of the script, in order, in one function scope.
 _SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "packs", "main")
+_FINDINGS_FIRST = 3
 
 
 @dataclass(frozen=True)
@@ -86,3 +94,54 @@ def _read(name: str) -> str:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def page_document(
+    dataset: VlmDataset, card: DatasetCard, chosen: Mapping[int, str], packs: Mapping[str, Any]
+) -> HtmlPage:
+    """Builds a page with the samples at some positions, each with the reason for showing it, and packs."""
+    describe = SampleDescriber(dataset)
+    boot = {
+        "mode": "file",
+        "card": dataset_payload(dataset, card),
+        "samples": [
+            summary_payload(describe, i, why, _image_uri(describe, i, 0, THUMBNAIL_SIDE)) for i, why in chosen.items()
+        ],
+        "packs": packs,
+    }
+    return build_page(boot, {i: _with_images(describe, i) for i in chosen}, served=False)
+
+
+def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
+    payload = sample_payload(describe(i))
+    for image in payload["images"]:
+        image["src"] = _image_uri(describe, i, image["number"], PAGE_SIDE)
+    return payload
+
+
+def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> str | None:
+    """Returns an image as a ``data:`` URL; None if missing or damaged (its findings report damage)."""
+    try:
+        pixels = describe.image(i, number)
+    except (IndexError, DatasetFormatError):
+        return None
+    return f"data:image/webp;base64,{base64.b64encode(image_file(pixels, 'webp', longest)).decode()}"
+
+
+def choose_samples(card: DatasetCard, total: int, count: int, seed: int) -> dict[int, str]:
+    """Returns the positions of at most ``count`` samples of ``total``, with the reason for each."""
+    reasons: dict[int, list[str]] = {}
+    for group in card.findings:
+        shown = group.examples if group.severity is not Severity.NOTE else group.examples[:_FINDINGS_FIRST]
+        for example in shown:
+            reasons.setdefault(example.index, []).append(group.kind.replace("_", " "))
+    for extremes in card.extremes:
+        for sample in extremes.samples:
+            reasons.setdefault(sample.index, []).append(extremes.title)
+    chosen = {index: ", ".join(dict.fromkeys(why)) for index, why in list(reasons.items())[:count]}
+    # Draw twice as many as needed: at most half of them are already chosen.
+    for index in np.random.default_rng(seed).permutation(total)[: 2 * count].tolist():
+        if len(chosen) >= min(count, total):
+            break
+        chosen.setdefault(index, "random")
+    return chosen

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmdata.format.item_sizes import item_sizes
+from vlmdata.format.manifest import item_sizes
 from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.dataset import DatasetCard, Extremes, FindingGroup, RejectGroup
 from vlmdata.inspect.findings import Severity

@@ -19,15 +19,10 @@ _GRACE_SECONDS = 5.0
 
 
 class Filler(Protocol):
-    """Fills the buffers of requests: from shards, or from a service.
+    """Fills the buffers of requests: from shards, or from a service."""
 
-    Attributes:
-        ahead: Number of requests under way; 0 if each is filled when its batch is asked for.
-        timeout: Seconds to wait for a batch before that is an error.
-    """
-
-    ahead: int
-    timeout: float
+    ahead: int  # number of requests under way; 0 if each is filled when its batch is asked for
+    timeout: float  # seconds to wait for a batch before that is an error
 
     def start(self, request: PackRequest, pool: BufferPool) -> Future[FilledBuffer]:
         """Starts to fill a buffer of the pool."""

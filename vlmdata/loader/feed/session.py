@@ -15,8 +15,7 @@ from vlmdata.loader.feed.device import DeviceCopy, DeviceMover
 from vlmdata.loader.feed.pipeline import Filler, Pipeline
 from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
 from vlmdata.loader.fill.filler import Filled
-from vlmdata.loader.request.pack_request import PackRequest
-from vlmdata.loader.request.rank_stream import RankStream
+from vlmdata.loader.request.pack_request import PackRequest, RankStream
 from vlmdata.loader.state import Position
 
 

@@ -13,7 +13,7 @@ from vlmdata.format.schema import IGNORE_INDEX
 from vlmdata.loader.request.index_rows import TOKEN_MEMBERS, IndexedPack, IntArray, SampleRows
 from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.media.codecs import RAW, decode_item
-from vlmdata.storage.ranges import Extents
+from vlmdata.storage.download import Extents
 from vlmdata.storage.shards import ShardStore
 
 _ALIGN = 64

@@ -1,23 +1,34 @@
-"""A request for one batch, small enough to send to a worker: what to read of a pack, and where it goes."""
+"""Requests for batches, small enough to send to workers: what to read of a pack, and where it goes.
+
+A rank has a stream of them, from the plans of the epochs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.context_parallel import Slice, chunk_ranges
+from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import BatchPart, Pixels
-from vlmdata.loader.request.index_rows import IndexedPack, IntArray
+from vlmdata.loader.request.index_rows import IndexedPack, IntArray, indexed_pack, key_of
 from vlmdata.loader.state import Position
-from vlmdata.packing.image_owners import image_owners
+from vlmdata.packing.config import PlanConfig
+from vlmdata.packing.image_owners import image_owners, step_owners
+from vlmdata.packing.plan.epoch import EpochPlan, plan_epoch
+from vlmdata.packing.table import SampleTable
 
 _ALIGN = 64
 #: numpy has no bfloat16: its bits are integers of the same size.
 _DTYPES: Mapping[Pixels, str] = {"uint8": "|u1", "bfloat16": "<i2", "float32": "<f4"}
+#: The current epoch and the next one, for prefetching.
+_KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -125,3 +136,111 @@ def _arrays(
         placed.append(array)
         offset += -(-array.bytes // _ALIGN) * _ALIGN
     return BatchArrays(tuple(placed), offset)
+
+
+class EpochPlans:
+    """Plans by epoch, computed on first use. Keeps the most recently used. Thread-safe: a thread feeds the workers."""
+
+    def __init__(self, table: SampleTable, config: PlanConfig, datasets: Sequence[VlmDataset], names: Sequence[str]):
+        self.config = config
+        name_of = partial(key_of, table=table, datasets=datasets, names=names)
+        self._plan = lru_cache(_KEPT)(partial(plan_epoch, table, config, key_of=name_of))
+        self._lock = threading.Lock()  # an epoch is planned once, whoever asks
+
+    def __getitem__(self, epoch: int) -> EpochPlan:
+        with self._lock:
+            return self._plan(epoch)
+
+
+@dataclass(frozen=True, eq=False)
+class PackImages:
+    """Boundaries and images of a pack, and who encodes the images."""
+
+    cu_seqlens: IntArray  # int64 (segments + 1,), running sum of true lengths
+    cu_seqlens_padded: IntArray  # int64 (segments + 1,), start of each segment
+    image_grid_thw: IntArray  # int64 (N, 3), patches per image along t, h, w
+    image_starts: IntArray  # int64 (N,), first token of each image in the pack
+    owners: IntArray  # int64 (N,), data-parallel rank of the vision tower that encodes each image
+
+
+@dataclass(frozen=True, eq=False)
+class RankStream:
+    """The batches of one rank: parts of all its packs, or of a slice of them.
+
+    With ``vision_rank`` the rank is one of the ``vision_ranks`` of a vision tower on processes of its own. Its stream
+    has the packs of all data-parallel ranks, each as a micro-batch of its own, with the images of this rank.
+    """
+
+    plans: EpochPlans
+    datasets: Sequence[VlmDataset]
+    dp_rank: int
+    dp_size: int
+    context_parallel: Slice | None
+    parts: frozenset[BatchPart]
+    pixels: Pixels
+    vision_ranks: int = 0
+    vision_rank: int | None = None
+
+    def requests(self, start: Position) -> Iterator[PackRequest]:
+        """Yields this rank's requests from a position on, epoch after epoch, endlessly."""
+        epoch, step, micro_batch = start.epoch, start.step, start.micro_batch
+        while True:
+            plan = self.plans[epoch]
+            while step < plan.num_steps:
+                if self.vision_rank is None:
+                    packs = plan.assignment(step, self.dp_size)[:, self.dp_rank].tolist()
+                    for number in range(micro_batch, len(packs)):
+                        here = Position(epoch, step, number)
+                        pack, following = indexed_pack(plan, packs[number], self.datasets), next_of(here, plan, packs)
+                        yield PackRequest.of(pack, here, following, self.parts, self.pixels, self.context_parallel)
+                else:
+                    yield from self._of_tower(plan, epoch, step, self.vision_rank)[micro_batch:]
+                step, micro_batch = step + 1, 0
+            epoch, step = epoch + 1, 0
+
+    def images(self, epoch: int, step: int) -> tuple[tuple[PackImages, ...], ...]:
+        """Returns the boundaries and images of all packs of a step, first by micro-batch, then by data-parallel rank.
+
+        Reads the index only.
+
+        Raises:
+            IndexError: If the epoch has no such step.
+        """
+        found = [
+            PackImages(pack.cu_seqlens, pack.cu_seqlens_padded, pack.images.grids, pack.images.starts, owners)
+            for pack, owners in self._all_of(self.plans[epoch], step)
+        ]
+        return tuple(tuple(found[start : start + self.dp_size]) for start in range(0, len(found), self.dp_size))
+
+    def _of_tower(self, plan: EpochPlan, epoch: int, step: int, rank: int) -> list[PackRequest]:
+        """Returns a step's requests of a rank of the tower; their positions count packs."""
+        packs, requests = self._all_of(plan, step), []
+        for number, (pack, owners) in enumerate(packs):
+            here, mine = Position(epoch, step, number), np.flatnonzero(owners == rank)
+            following = next_of(here, plan, packs)
+            requests.append(PackRequest.of(pack, here, following, self.parts, self.pixels, None, mine))
+        return requests
+
+    def _all_of(self, plan: EpochPlan, step: int) -> list[tuple[IndexedPack, IntArray]]:
+        """Returns the packs of all data-parallel ranks in a step, by micro-batch, and who encodes their images."""
+        micro_batches = [
+            [indexed_pack(plan, number, self.datasets) for number in numbers]
+            for numbers in plan.assignment(step, self.dp_size).tolist()
+        ]
+        owners = step_owners(
+            [[pack.images.grids for pack in packs] for packs in micro_batches], max(self.vision_ranks, 1)
+        )
+        return [
+            each
+            for packs, of_packs in zip(micro_batches, owners, strict=True)
+            for each in zip(packs, of_packs, strict=True)
+        ]
+
+
+def next_of(position: Position, plan: EpochPlan, packs: Sequence[object]) -> Position:
+    """Returns the position after another one, in a step with these packs, one per micro-batch."""
+    if position.micro_batch + 1 < len(packs):
+        return Position(position.epoch, position.step, position.micro_batch + 1)
+    if position.step + 1 < plan.num_steps:
+        return Position(position.epoch, position.step + 1)
+    return Position(position.epoch + 1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Iterable
+from collections.abc import Buffer, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.errors import DatasetFormatError, UsageError
+from vlmdata.errors import DatasetFormatError, UsageError, VlmdataError
 from vlmdata.families import Family
 from vlmdata.media.codecs.base import (
     IMAGE,
@@ -20,7 +20,8 @@ from vlmdata.media.codecs.base import (
     Unsuitable,
     fault_of_codec,
 )
-from vlmdata.registry import Registry
+from vlmdata.registry import Registry, problem_of
+from vlmdata.wording import excerpt
 
 #: The codec of items in ``patches.npy``: patches as they are.
 RAW = "raw"
@@ -54,6 +55,7 @@ __all__ = [
     "codecs_of",
     "decode_item",
     "describe_codecs",
+    "libraries_of",
     "require_codecs",
 ]
 
@@ -90,7 +92,25 @@ def require_codecs(features: Iterable[str]) -> None:
         UsageError: If a codec is unknown, or a package that it needs is not installed.
     """
     for name in codecs_of(features):
-        codec(name).libraries()
+        libraries_of(codec(name))
+
+
+def libraries_of(made: ItemCodec) -> dict[str, str]:
+    """Returns the versions of libraries that can change a codec's bytes, by name.
+
+    Raises:
+        UsageError: If a package that the codec needs is not installed, or its ``libraries`` is at fault.
+    """
+    where = f"codec {made.name}: its `libraries`"
+    try:
+        found = made.libraries()
+    except VlmdataError:
+        raise
+    except Exception as error:  # the codec may be the user's
+        raise UsageError(f"{where} failed: {problem_of(error, type(made).__module__)}.") from error
+    if not isinstance(found, Mapping) or not all(isinstance(each, str) for pair in found.items() for each in pair):
+        raise UsageError(f"{where} returned {excerpt(found)}; it must return versions as text by name, such as {{}}.")
+    return dict(found)
 
 
 def decode_item(

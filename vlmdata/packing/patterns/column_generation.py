@@ -20,8 +20,6 @@ from fractions import Fraction
 import numpy as np
 
 from vlmdata.packing.arrays import FloatArray, IntArray
-from vlmdata.packing.patterns.knapsack import best_values, fillings_with
-from vlmdata.packing.patterns.simplex import CoveringProgram
 
 # Prices are integers in units of 2**-40 bins.
 _UNIT = 1 << 40
@@ -30,6 +28,7 @@ _MAX_ROUNDS = 60
 _PIVOTS_PER_SIZE = 120
 # A filling is offered to the program if it is worth at least this share of the best one.
 _OFFERED = 0.97
+_TINY = 1e-9
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -112,3 +111,143 @@ def _used(program: CoveringProgram) -> tuple[IntArray, FloatArray]:
     some = np.flatnonzero((program.basis >= 0) & (program.amounts > 0))
     some = some[np.argsort(-program.amounts[some], kind="stable")]
     return program.patterns[program.basis[some]], program.amounts[some]
+
+
+def best_values(sizes: IntArray, values: IntArray, capacity: int) -> IntArray:
+    """Returns the value of the best filling of every room: the unbounded knapsack by dynamic programming.
+
+    Sizes are int64 (D,), each in ``[1, capacity]``, values int64 (D,), at least 0. The result is int64 (capacity + 1,),
+    non-decreasing.
+    """
+    best = np.zeros(capacity + 1, np.int64)
+    for size, value in zip(sizes.tolist(), values.tolist(), strict=True):
+        if not value:
+            continue
+        # In blocks of the size, so that a block may build on the one before: any number of copies.
+        for start in range(size, capacity + 1, size):
+            stop = min(start + size, capacity + 1)
+            block = best[start:stop]
+            np.maximum(block, best[start - size : stop - size] + value, out=block)
+    return best
+
+
+def fillings_with(starts: IntArray, best: IntArray, sizes: IntArray, values: IntArray, slots: int) -> IntArray:
+    """Returns, for each of some sizes, int64 (n,) indices, a best filling among those that contain it.
+
+    ``best`` is from :func:`best_values`, ``slots`` at least the most items that fit a bin. The result is int64 (n,
+    slots), indices of sizes in increasing order; D where a filling is shorter.
+    """
+    filling = np.full((len(starts), slots), len(sizes), np.int64)
+    filling[:, 0] = starts
+    room = len(best) - 1 - sizes[starts]
+    live = np.arange(len(starts))
+    for slot in range(1, slots):
+        live = live[best[room[live]] > 0]
+        if not len(live):
+            break
+        rest = room[live][:, None] - sizes
+        reached = np.where(rest >= 0, best[np.maximum(rest, 0)] + values, -1)
+        chosen = ((reached == best[room[live]][:, None]) & (values > 0)).argmax(axis=1)
+        filling[live, slot] = chosen
+        room[live] -= sizes[chosen]
+    filling.sort(axis=1)
+    return filling
+
+
+class CoveringProgram:
+    """Minimise the number of patterns, as a real number, that cover the demand for every size.
+
+    Dantzig, "Linear Programming and Extensions" (1963): the revised simplex with an explicit inverse. Covering more
+    than the demand is allowed, so surplus columns take part and prices do not stay negative.
+
+    Attributes:
+        patterns: int64 (P, slots), the columns known so far: indices of sizes, D where a pattern is shorter.
+        amounts: float64 (D,), how often each basic column is used.
+        basis: int64 (D,), basic columns: row of ``patterns``, or -1 for a surplus.
+        prices: float64 (D,), the dual solution: what an item of each size costs, in bins.
+        pivots: Pivots so far.
+    """
+
+    def __init__(self, counts: IntArray, patterns: IntArray, max_pivots: int, least_gain: float) -> None:
+        """Starts from patterns that hold one size each, int64 (P, slots): row i < D holds size i only.
+
+        The demand is int64 (D,), at least 1. Stops after ``max_pivots``, optimal or not. Columns that save less than
+        ``least_gain`` of a bin stay out.
+        """
+        self._size = len(counts)
+        copies = (patterns[: self._size] < self._size).sum(axis=1).astype(np.float64)
+        self.patterns = patterns
+        self.amounts = counts / copies
+        self.basis = np.arange(self._size)
+        self.prices = 1 / copies
+        self.pivots = 0
+        self._cost = np.ones(self._size)
+        # Transposed inverse: row i is the column of size i, so that a pattern's column is a sum of a few rows.
+        self._inverse = np.zeros((self._size, self._size))
+        np.fill_diagonal(self._inverse, 1 / copies)
+        self._max_pivots = max_pivots
+        self._least_gain = least_gain
+        self._product = np.empty((self._size, self._size))
+
+    @property
+    def bins(self) -> float:
+        """Returns the objective, rounded once."""
+        return math.fsum((self.amounts * self._cost).tolist())
+
+    def add(self, patterns: IntArray) -> None:
+        """Adds columns, int64 (n, slots)."""
+        self.patterns = np.concatenate([self.patterns, patterns])
+
+    def reduced_costs(self, patterns: IntArray) -> FloatArray:
+        """Returns one bin minus the prices of a pattern's items, float64 (n,): negative if it saves bins."""
+        return self._reduced_costs(np.ascontiguousarray(patterns.T))
+
+    def optimise(self) -> None:
+        """Pivots until no known column saves anything."""
+        while self.pivots < self._max_pivots:
+            at = self.pivots
+            candidates = np.flatnonzero(self.reduced_costs(self.patterns) < -self._least_gain)
+            self._optimise_among(candidates)
+            if self.pivots == at:
+                return
+
+    def _reduced_costs(self, by_slot: IntArray) -> FloatArray:
+        prices = np.append(self.prices, 0.0)
+        reduced = np.ones(by_slot.shape[1])
+        for items in by_slot:
+            reduced -= prices[items]
+        return reduced
+
+    def _optimise_among(self, candidates: IntArray) -> None:
+        by_slot = np.ascontiguousarray(self.patterns[candidates].T)
+        while self.pivots < self._max_pivots:
+            reduced = self._reduced_costs(by_slot)
+            best = int(reduced.argmin()) if len(reduced) else -1
+            gain = float(reduced[best]) if len(reduced) else 0.0
+            surplus = int(self.prices.argmin())
+            if min(gain, self.prices[surplus]) > -self._least_gain:
+                return
+            if self.prices[surplus] < gain:
+                self._pivot(-self._inverse[surplus], float(self.prices[surplus]), -1)
+            else:
+                column = np.zeros(self._size)
+                for item in by_slot[:, best].tolist():
+                    if item < self._size:
+                        column += self._inverse[item]
+                self._pivot(column, gain, int(candidates[best]))
+
+    def _pivot(self, column: FloatArray, gain: float, entering: int) -> None:
+        usable = column > _TINY
+        ratio = np.where(usable, self.amounts / np.where(usable, column, 1.0), np.inf)
+        leaving = int(ratio.argmin())
+        step = ratio[leaving]
+        self.amounts = np.maximum(self.amounts - step * column, 0.0)
+        self.amounts[leaving] = step
+        row = self._inverse[:, leaving] / column[leaving]
+        column[leaving] -= 1.0  # so that the update below leaves `row` in the leaving place
+        np.multiply(row[:, None], column, out=self._product)
+        self._inverse -= self._product
+        self.prices = self.prices + gain * row
+        self.basis[leaving] = entering
+        self._cost[leaving] = 0.0 if entering < 0 else 1.0
+        self.pivots += 1

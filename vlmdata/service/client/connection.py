@@ -19,8 +19,7 @@ import xxhash
 
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.filler import Filled
-from vlmdata.loader.fill.masking import DAMAGE
+from vlmdata.loader.fill.filler import DAMAGE, Filled
 from vlmdata.service.address import Server, ServiceAddress
 from vlmdata.service.protocol import (
     DESCRIBE,
@@ -29,8 +28,8 @@ from vlmdata.service.protocol import (
     Description,
     FileQuery,
     Header,
-    Trailer,
     decode_error,
+    decode_trailer,
 )
 from vlmdata.service.shared_memory import Maps, SharedMemoryError, this_place
 from vlmdata.wording import counted
@@ -233,10 +232,10 @@ class Connection:
         return Filled(len(buffer), {n: f"server {self.server}: {text}" for n, text in header.damaged.items()})
 
     def _receive_bytes(self, chunks: Iterable[Any], buffer: Bytes, checked: bool) -> None:
-        trailer, at, hashed = None, 0, xxhash.xxh3_64()
+        checksum, at, hashed = None, 0, xxhash.xxh3_64()
         for number, chunk in enumerate(chunks):
             if number and chunk.app_metadata is not None:
-                trailer = Trailer.decode(chunk.app_metadata.to_pybytes())
+                checksum = decode_trailer(chunk.app_metadata.to_pybytes())
             data = _bytes(chunk)
             if at + len(data) > len(buffer):
                 break
@@ -244,9 +243,9 @@ class Connection:
             at += len(data)
             if checked:
                 hashed.update(data)
-        if trailer is None or at != len(buffer):
+        if checksum is None or at != len(buffer):
             raise ServerLostError(f"server {self.server}: the answer ended after {at} of {len(buffer)} bytes")
-        if checked and hashed.intdigest() != trailer.checksum:
+        if checked and hashed.intdigest() != checksum:
             raise ServerLostError(f"server {self.server}: bytes of the batch were changed on the way")
 
     def _note_shared_failure(self, error: SharedMemoryError) -> None:

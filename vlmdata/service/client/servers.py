@@ -15,7 +15,7 @@ from statistics import median
 
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.masking import DAMAGE, damaged_file
+from vlmdata.loader.fill.filler import DAMAGE, damaged_file
 from vlmdata.service.address import Server, ServiceAddress
 from vlmdata.service.client.connection import OF_ONE_SERVER, CertificateError, Connection, in_thread, more_telling
 from vlmdata.service.protocol import Description

@@ -11,8 +11,7 @@ from vlmdata.errors import VlmdataError
 from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.loader.state import Position
 from vlmdata.service.protocol import BatchQuery
-from vlmdata.service.server.memory import BusyError
-from vlmdata.service.server.packs import Packs
+from vlmdata.service.server.packs import BusyError, Packs
 from vlmdata.service.server.plans import PlanBook
 
 _log = logging.getLogger("vlmdata.service")

@@ -15,9 +15,8 @@ import pyarrow as pa
 import xxhash
 
 from vlmdata.loader.request.pack_request import PackRequest
-from vlmdata.service.protocol import Header, Trailer
-from vlmdata.service.server.memory import BusyError
-from vlmdata.service.server.packs import FilledPack
+from vlmdata.service.protocol import Header, encode_trailer
+from vlmdata.service.server.packs import BusyError, FilledPack
 from vlmdata.service.shared_memory import IN_ANSWER, SharedPack
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
@@ -106,7 +105,7 @@ class Answer:
 
     def last(self) -> Iterator[Sent]:
         """Yields the last record batch."""
-        yield record_batch(np.zeros(0, np.uint8)), pa.py_buffer(Trailer(self._checksum.intdigest()).encode())
+        yield record_batch(np.zeros(0, np.uint8)), pa.py_buffer(encode_trailer(self._checksum.intdigest()))
 
     def wait(self) -> None:
         """Waits until the client needs the pack no longer."""

@@ -1,29 +1,126 @@
-"""Packs in memory: each is read once for all ranks that ask for it, and kept while there is room."""
+"""Packs in memory: worker processes read each once for all ranks that ask for it, and it stays while there is room."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.errors import ResourceError, UsageError
 from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
 from vlmdata.loader.fill.buffers import BufferName, BufferPool, LeasedBuffer
-from vlmdata.loader.fill.filler import Filled
+from vlmdata.loader.fill.filler import Filled, filling_workers
 from vlmdata.loader.request.pack_request import PackRequest
-from vlmdata.service.server.filling import Fillers, LateFillError
-from vlmdata.service.server.memory import BusyError, PackMemory
+from vlmdata.storage.choices import Verify
+from vlmdata.storage.shards import DatasetShards
+from vlmdata.workers import PoolClosed, WorkersDied
 
+_SECONDS_BETWEEN_LOOKS = 0.02
+#: Seconds for workers to end when the server does.
+_GRACE_SECONDS = 5.0
 _TOKENS: frozenset[BatchPart] = frozenset(("tokens", "labels"))
 _ALL: frozenset[BatchPart] = frozenset(PARTS)
 #: The part of the memory for packs that those may take which nobody has asked for yet.
 _AHEAD = 1 / 3
+
+
+class BusyError(Exception):
+    """The server has no room or time for a query now. Another server, or this one later, can answer."""
+
+
+class PackMemory:
+    """Buffers for packs, of at most ``limit`` bytes together. Thread-safe.
+
+    ``make_room`` gives up memory that is not needed, such as cached packs; it returns False if there is none.
+    """
+
+    def __init__(self, limit: int, make_room: Callable[[], bool]):
+        self.limit = limit
+        self.pool = BufferPool(limit)
+        self._make_room = make_room
+        self._closed = False
+
+    def acquire(self, size: int, deadline: float, make_room: Callable[[], bool] | None = None) -> LeasedBuffer:
+        """Returns a buffer. Waits for memory until ``deadline``, in seconds of ``time.monotonic``, if necessary.
+
+        Raises:
+            UsageError: If the buffer alone exceeds the limit.
+            BusyError: If no memory becomes free in time, or the server ends.
+        """
+        if BufferPool.rounded(size) > self.limit:
+            raise UsageError(
+                f"a batch of {size} bytes is more than the {self.limit} bytes of the server's --memory that are for "
+                "packs; use a smaller capacity, or give the server more memory"
+            )
+        while True:
+            if self._closed:
+                raise BusyError("the server is stopping")
+            try:
+                return self.pool.acquire(size)
+            except ResourceError:
+                if (make_room or self._make_room)():
+                    continue
+                if time.monotonic() >= deadline:
+                    in_use = self.pool.bytes_in_use
+                    raise BusyError(f"{in_use} of {self.limit} bytes of memory are in use") from None
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def close(self) -> None:
+        """Releases all buffers, also for clients that still map them; those in use when their use ends."""
+        self._closed = True
+        self.pool.close(free=True)
+
+
+class LateFillError(BusyError):
+    """A pack was not read in time. When ``future`` is done, the buffer is no longer written to."""
+
+    def __init__(self, seconds: float, future: Future[Any]):
+        super().__init__(f"a pack was not read within {seconds:.0f} s: storage is slow")
+        self.future = future
+
+
+class Fillers:
+    """A fixed number of worker processes, with ``timeout`` seconds for one pack. Thread-safe."""
+
+    def __init__(self, datasets: Sequence[DatasetShards], workers: int, verify: Verify, timeout: float):
+        self._timeout = timeout
+        # Not fork: gRPC has threads. Started now, not at the first query.
+        self._pool = filling_workers(datasets, verify, workers, "forkserver", start_now=True)
+
+    @property
+    def restarts(self) -> int:
+        """Number of workers that were replaced."""
+        return self._pool.restarts
+
+    def fill(self, request: PackRequest, name: BufferName, existing: Collection[int], on_damage: OnDamage) -> Filled:
+        """Reads a pack into a buffer; see :data:`vlmdata.loader.fill.filler.FillJob`.
+
+        Raises a VlmdataError if the data is damaged or workers die over this pack, a LateFillError if it takes too long
+        (the buffer may still be written to), and a BusyError if the server is closed.
+        """
+        future = self._pool.submit((request, name, existing, on_damage))
+        try:
+            return future.result(self._timeout)
+        except TimeoutError:
+            raise LateFillError(self._timeout, future) from None
+        except PoolClosed:
+            raise BusyError("the server is stopping") from None
+        except WorkersDied as error:
+            raise ResourceError(
+                f"{error.deaths} workers died over pack {request.pack.number}, the last one {error.cause}. Out of "
+                "memory?"
+            ) from None
+
+    def close(self) -> None:
+        """Ends the workers, without waiting long for one that does not end."""
+        self._pool.close(_GRACE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -48,7 +145,7 @@ class FilledPack:
     filled: Filled
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackCounts:
     """Counts since the start: packs made, made ahead, of these dropped unasked, shared by queries, and bytes read."""
 
@@ -95,7 +192,7 @@ class Packs:
             if future is not None:
                 self._packs.move_to_end(known)
                 shared = self._unasked.pop(known, None) is None
-                self.counts = replace(self.counts, shared=self.counts.shared + shared)
+                self.counts.shared += shared
             else:
                 made = self._packs[key] = Future[FilledPack]()
         if future is None:
@@ -129,7 +226,7 @@ class Packs:
                 lease.release()
                 return
             made = self._packs[key] = Future[FilledPack]()
-            self.counts = replace(self.counts, ahead=self.counts.ahead + 1)
+            self.counts.ahead += 1
         self._make(key, whole, made, lambda: lease)
 
     def close(self) -> None:
@@ -160,9 +257,8 @@ class Packs:
             future.set_exception(error)
             raise
         with self._lock:
-            self.counts = replace(
-                self.counts, made=self.counts.made + 1, bytes_read=self.counts.bytes_read + pack.filled.bytes_read
-            )
+            self.counts.made += 1
+            self.counts.bytes_read += pack.filled.bytes_read
         future.set_result(pack)
         return pack
 
@@ -191,7 +287,7 @@ class Packs:
                 if future.done() and id(future.result().buffer) not in sending:
                     del self._packs[key]
                     if self._unasked.pop(key, None) is not None:
-                        self.counts = replace(self.counts, dropped=self.counts.dropped + 1)
+                        self.counts.dropped += 1
                     return True
         return False
 

@@ -16,14 +16,13 @@ from vlmdata.errors import ConfigMismatchError, NotFoundError, UsageError, Vlmda
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.data import require_one_tokenizer
 from vlmdata.loader.request.index_rows import indexed_pack, sample_table
-from vlmdata.loader.request.pack_request import PackRequest
-from vlmdata.loader.request.rank_stream import EpochPlans, next_of
+from vlmdata.loader.request.pack_request import EpochPlans, PackRequest, next_of
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.plan.blend import passes_per_epoch
 from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.packing.table import SampleTable
 from vlmdata.service.protocol import BatchQuery
-from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.packs import BusyError
 
 #: Plans kept, if they are small. Most runs use one or two at a time.
 _KEPT = 64

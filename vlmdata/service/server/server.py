@@ -20,7 +20,7 @@ import pyarrow.flight as flight
 from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 from vlmdata.loader.data import require_one_tokenizer
-from vlmdata.loader.fill.masking import DAMAGE, damaged_file
+from vlmdata.loader.fill.filler import DAMAGE, damaged_file
 from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.media.codecs import require_codecs
 from vlmdata.service.protocol import (
@@ -39,10 +39,8 @@ from vlmdata.service.server.access import RateLimit, TokenCheck, TokenFile, mach
 from vlmdata.service.server.ahead import ReadAhead
 from vlmdata.service.server.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
 from vlmdata.service.server.config import ServerConfig
-from vlmdata.service.server.counting import Shown, counting
-from vlmdata.service.server.filling import Fillers
-from vlmdata.service.server.memory import BusyError
-from vlmdata.service.server.packs import FilledPack, Packs
+from vlmdata.service.server.metrics import Shown, counting
+from vlmdata.service.server.packs import BusyError, FilledPack, Fillers, Packs
 from vlmdata.service.server.plans import PlanBook
 from vlmdata.service.shared_memory import this_place
 from vlmdata.storage.open import open_for_loading
