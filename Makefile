@@ -13,12 +13,13 @@ MINUTES ?= 10
 # Where nothing compiled is kept, every process compiles half of torch and megatron-core anew: 15 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test explore browser check docs bench wheel lock clean
+.PHONY: help env demo test explore adapters browser check docs bench wheel lock clean
 
 help:
 	@echo "make demo    draw receipts, make shards, verify, plan, look at them, train on them  ($(DEMO_DIR))"
 	@echo "make test    the whole test suite (what .ci/run calls)"
 	@echo "make explore the property tests with other examples each time, for MINUTES=$(MINUTES)"
+	@echo "make adapters  the scripts of docs/frameworks.md under trainers that CI does not have (NAMES='trl swift')"
 	@echo "make check   ruff, mypy strict, import boundaries"
 	@echo "make docs    the documentation as a site, in build/docs; a broken link is an error"
 	@echo "make bench   benchmarks; results are written under benchmarks/results/"
@@ -77,6 +78,10 @@ test: .venv/.stamp-compiled browser
 
 explore: .venv/.stamp-compiled
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m tests.explore --minutes $(MINUTES) $(TESTS)
+
+# An environment for each trainer, of some GB, in build/adapters.
+adapters: | $(filter .uv/bin/uv,$(UV))
+	$(PY) -m tests.integrations.adapters --uv "$(UV)" $(NAMES)
 
 check: .venv/.stamp-dev
 	.venv/bin/ruff check .

@@ -133,21 +133,13 @@ def _train(config: TrainConfig, resume: bool, kernels: KernelsAhead | None) -> i
     from model.training.build import device_of_this_process
     from model.training.loop import train
 
-    device, parallel = device_of_this_process(), config.parallel
+    device = device_of_this_process()
     if device.type == "cuda":
         hash_triton()
     with cpu_mode_if_needed():
         try:
-            groups.initialize(
-                tensor=parallel.tp,
-                context=parallel.cp,
-                pipeline=parallel.pp,
-                expert=parallel.ep,
-                vision=parallel.vision_gpus,
-                vision_tensor=parallel.vision_tp or 1,
-                seed=config.run.seed,
-                timeout_minutes=config.run.timeout_minutes,
-            )
+            sizes, run = config.parallel.sizes, config.run
+            groups.initialize(**sizes, seed=run.seed, timeout_minutes=run.timeout_minutes)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         outcome = train(config, device, resume, kernels)

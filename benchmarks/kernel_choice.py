@@ -12,7 +12,6 @@ heads. It begins none for which the time until --limit may not suffice, and ends
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
@@ -27,10 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
-from model.kernels.ahead import Kernels
-from model.kernels.configurations import CANDIDATES
-from model.kernels.decoder import DecoderKernels
-from model.kernels.delta_net import DeltaNetShape, autotuners
+from model.kernels.configurations import CANDIDATES, autotuners
+from model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
 
 Timings = dict[str, dict[str, float]]  # milliseconds by kernel and configuration
 
@@ -41,11 +38,8 @@ def shape(key_heads: int, value_heads: int, tokens: int) -> DeltaNetShape:
 
 def compile_all(shapes: list[DeltaNetShape], limit: float) -> None:
     """Compiles all configurations for all shapes at once. What is not ready in time is compiled when it is timed."""
-    command = [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead"]
-    requests = [
-        json.dumps(dataclasses.asdict(Kernels(DecoderKernels(each, None), None, None, every=True))) for each in shapes
-    ]
-    running = [subprocess.Popen([*command, each], cwd=ROOT, stdout=subprocess.PIPE, text=True) for each in requests]
+    commands = [Kernels(DecoderKernels(each, None), None, None, every=True).command() for each in shapes]
+    running = [subprocess.Popen(each, cwd=ROOT, stdout=subprocess.PIPE, text=True) for each in commands]
     deadline = time.perf_counter() + limit
     for each, process in zip(shapes, running, strict=True):
         try:

@@ -45,7 +45,7 @@ import torch
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.families.qwen3_5.flops import step_flops
+from model.families.qwen3_5.spec import step_flops
 from model.parallel.environment import before_megatron
 
 before_megatron()

@@ -1,6 +1,6 @@
 """Model FLOP of a batch: the minimum arithmetic of the model, without padding and recomputation.
 
-A multiply-add counts as 2 FLOP. A family supplies the coefficients (``model/families/NAME/flops.py``). All families
+A multiply-add counts as 2 FLOP. A family supplies the coefficients (``model/families/NAME/spec.py``). All families
 share these terms, per sample with images of p patches, forward:
 
 - per target: the output layer over the whole vocabulary; tokens that are not targets need no logits;
@@ -80,36 +80,6 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The parts of a model that are trained, and how often its products are computed as a result.
-
-    Attributes:
-        vision: Whether the encoder is trained, without its mergers.
-        merger: Whether its mergers are.
-        language: Whether the language model is, its output layer included.
-    """
-
-    vision: bool
-    merger: bool
-    language: bool
-
-    @classmethod
-    def without(cls, frozen: tuple[str, ...]) -> Trained:
-        """All parts but those of ``frozen``, of "vision", "merger" and "language"."""
-        return cls(*(part not in frozen for part in ("vision", "merger", "language")))
-
-    @property
-    def language_weights(self) -> int:
-        """Passes of a product with weights of the language model: forward, gradient of weights, gradient of input."""
-        return 1 + self.language + (self.language or self.vision or self.merger)
-
-    @property
-    def language_mixing(self) -> int:
-        """Passes of products without weights: attention scores and the delta rule."""
-        return 3 if self.language or self.vision or self.merger else 1
-
-
 def step_flops(
     model: Architecture,
     frozen: tuple[str, ...],
@@ -133,30 +103,37 @@ def step_flops(
         own_projections: Forward FLOP per token in products with weights of other layers.
         own_mixing: Forward FLOP per token in products without weights of other layers.
     """
-    language, vision, trained = model.language, model.vision, Trained.without(frozen)
-    heads = language.num_attention_heads * language.head_dim
+    language, vision, heads = model.language, model.vision, model.language.num_attention_heads * model.language.head_dim
+    of_vision, of_merger, of_language = (part not in frozen for part in ("vision", "merger", "language"))
+    any_trained = of_language or of_vision or of_merger
+    # Passes of the language model's products with weights (forward, gradient of weights, gradient of input), and of
+    # those without: attention scores and the delta rule.
+    passes, mixing = 1 + of_language + any_trained, 3 if any_trained else 1
     projections = own_projections + full_layers * _attention_per_token(language, gate)
     weights = projections + feed_forward_layers * _feed_forward_per_token(language)
     return StepFlops(
-        per_token=trained.language_weights * weights + trained.language_mixing * own_mixing,
-        per_token_squared=trained.language_mixing * full_layers * 2 * heads,
-        per_patch=_vision_per_patch(vision, trained),
+        per_token=passes * weights + mixing * own_mixing,
+        per_token_squared=mixing * full_layers * 2 * heads,
+        per_patch=_vision_per_patch(vision, of_vision, of_merger),
         # Attention scores of all blocks.
-        per_patch_squared=(3 if trained.vision else 1) * vision.depth * 4 * vision.hidden_size,
-        per_target=trained.language_weights * outputs * 2 * language.hidden_size * language.vocab_size,
+        per_patch_squared=(3 if of_vision else 1) * vision.depth * 4 * vision.hidden_size,
+        per_target=passes * outputs * 2 * language.hidden_size * language.vocab_size,
     )
 
 
-def _vision_per_patch(vision: VisionArchitecture, trained: Trained) -> int:
-    """FLOP per patch in embedding, blocks and mergers, forward and backward, without attention scores."""
+def _vision_per_patch(vision: VisionArchitecture, of_vision: bool, of_merger: bool) -> int:
+    """FLOP per patch in embedding, blocks and mergers, forward and backward, without attention scores.
+
+    The last two say whether the encoder and the mergers are trained.
+    """
     width, merged = vision.hidden_size, vision.hidden_size * vision.merge_unit
     embedding = 2 * vision.patch_values // vision.temporal_patch_size * width
     blocks = vision.depth * (2 * 4 * width * width + 2 * 2 * width * vision.intermediate_size)
     merger = (1 + len(vision.deepstack_layers)) * 2 * width * (merged + vision.out_hidden_size)
     return (
-        (1 + trained.vision) * embedding  # pixels need no gradient
-        + (1 + 2 * trained.vision) * blocks
-        + (1 + trained.merger + (trained.merger or trained.vision)) * merger  # whose norm comes before its products
+        (1 + of_vision) * embedding  # pixels need no gradient
+        + (1 + 2 * of_vision) * blocks
+        + (1 + of_merger + (of_merger or of_vision)) * merger  # whose norm comes before its products
     )
 
 

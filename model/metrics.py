@@ -29,26 +29,21 @@ class MetricSums:
         pair = torch.stack([total.detach().float(), count.detach().float()])
         self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
 
-    def pop(
-        self, names: tuple[str, ...], group: dist.ProcessGroup | None = None, device: str = "cpu"
-    ) -> dict[str, float]:
+    def pop(self, names: tuple[str, ...], device: str | torch.device = "cpu") -> dict[str, float]:
         """Returns means over all ranks since the last call and resets the sums.
 
-        All ranks of the group must call this together with the same names. A rank may have counted nothing.
+        All ranks must call this together with the same names. A rank may have counted nothing.
 
         Args:
             names: Metrics, in the same order on all ranks.
-            group: Ranks to sum over; None means all.
             device: Device of the collective.
 
         Returns:
             The mean of each metric that any rank counted.
         """
-        return named_means(names, self.take(names, group, device).flatten().tolist())
+        return named_means(names, self.take(names, device).flatten().tolist())
 
-    def take(
-        self, names: tuple[str, ...], group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
-    ) -> Tensor:
+    def take(self, names: tuple[str, ...], device: str | torch.device = "cpu") -> Tensor:
         """Resets the sums as :meth:`pop` does, without waiting for the device. Its arguments are those of ``pop``.
 
         Returns:
@@ -60,7 +55,7 @@ class MetricSums:
         table = torch.stack([self._pairs.get(name, zero).to(device) for name in names])
         self._pairs.clear()
         if dist.is_initialized():
-            dist.all_reduce(table, group=group)
+            dist.all_reduce(table)
         return torch.stack([table[:, 0] / table[:, 1].clamp(min=1e-20), table[:, 1]], 1)
 
 

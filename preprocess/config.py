@@ -6,14 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from preprocess.options import data_option, image_option, run_option, text_option
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.families.video import VideoSettings
 from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
+
+if TYPE_CHECKING:
+    from vlmdata.media.video.container import VideoLimits
 
 #: Name of the tokenizer included in vlmdata: 6,144 ids, which fit no published model.
 EMBEDDED = "embedded"
@@ -99,6 +103,65 @@ class ImageConfig:
         return least, most
 
 
+class DamagedVideos(StrEnum):
+    """Handling of video files that are incomplete or damaged."""
+
+    REJECT = "reject"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class VideoConfig:
+    """Sampling and geometry of videos. The command has no options for them yet: no recipe makes videos.
+
+    Attributes:
+        fps: Frames to sample per second; None is the family's default, as below.
+        min_frames: Fewest frames to sample.
+        max_frames: Most frames to sample.
+        min_pixels: Smallest area in pixels: of all frames together, or of each for Qwen2.5-VL.
+        max_pixels: Largest area in pixels, likewise.
+        cap_pixels_per_frame: Whether each frame is limited too, as transformers 5.22 does by default.
+        damaged: Handling of files that are incomplete or damaged: reject them, or keep the frames before the damage.
+    """
+
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    cap_pixels_per_frame: bool = False
+    damaged: DamagedVideos = DamagedVideos.REJECT
+
+    def __post_init__(self) -> None:
+        for name in ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"video_{name} is {value}; it must be positive")
+
+    def settings(self, defaults: VideoSettings) -> VideoSettings:
+        """Returns the settings of the run, with the family's defaults filled in.
+
+        Raises:
+            UsageError: If they contradict each other.
+        """
+        names = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        made = dataclasses.replace(defaults, cap_pixels_per_frame=self.cap_pixels_per_frame, **given)
+        for name in ("frames", "pixels"):
+            least, most = getattr(made, f"min_{name}"), getattr(made, f"max_{name}")
+            if least > most:
+                raise UsageError(f"video_min_{name} is {least}, more than video_max_{name} {most}. Set both.")
+        return made
+
+    def limits(self, max_source_pixels: int) -> VideoLimits:
+        """Returns what is accepted of video files."""
+        from vlmdata.media.video.container import (
+            VideoLimits,  # slow to import: the help of the command needs this module
+        )
+
+        return VideoLimits(max_source_pixels, self.damaged is DamagedVideos.KEEP)
+
+
 @dataclass(frozen=True)
 class MediaConfig:
     """Access to image files that rows name."""
@@ -165,6 +228,7 @@ class PreprocessConfig:
         ),
     ] = DEFAULT_FAMILY
     image: ImageConfig = field(default_factory=ImageConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
     pixels: Annotated[
         str,
         image_option(
@@ -236,6 +300,7 @@ class PreprocessConfig:
         least, most = self.image.bounds(self.model_family)
         image = dataclasses.replace(self.image, min_pixels=least, max_pixels=most)
         options = dataclasses.asdict(dataclasses.replace(self, image=image))
+        del options["video"]  # no sample of a dataset has one yet
         options |= {"family": self.model_family.name, "pixels": self.codec.name}  # they may be given as files
         hosts = options["media"].pop("private_hosts")
         if hosts:  # earlier versions had no such option

@@ -63,7 +63,67 @@ class ImagePart:
             raise ValueError("ImagePart.resized_height and resized_width must be given together")
 
 
-ContentPart = TextPart | ImagePart
+@dataclass(frozen=True, eq=False)
+class VideoPart:
+    """A video, and how the data asks to sample and resize it. None leaves it to the run.
+
+    The encoder makes samples of conversations with videos. Shards do not hold them yet, so such rows are rejected.
+
+    Attributes:
+        data: The encoded file, or the image files of its frames. Those are used as they are: none is left out.
+        field: Place in the row, for messages.
+        rate: Frames per second of the video of which ``data`` are the frames; needed with frames, else None.
+        fps: Sampled frames per second.
+        num_frames: Number of sampled frames; not with ``fps``.
+        min_frames: Fewest sampled frames; used with ``fps``.
+        max_frames: Most sampled frames; used with ``fps``.
+        min_pixels: Smallest area of a resized frame in pixels.
+        max_pixels: Largest area of a resized frame in pixels.
+        total_pixels: Largest area of all resized frames in pixels.
+        start: Where the sampled part begins, in seconds.
+        end: Where it ends, in seconds.
+        seconds: When each temporal patch is shown; the encoder sets it.
+    """
+
+    data: bytes | tuple[bytes, ...]
+    field: str = "video"
+    rate: float | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    start: float | None = None
+    end: float | None = None
+    seconds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, bytes):
+            _require_tuple("VideoPart.data", self.data, (bytes,), "the bytes of image files")
+            if not self.data or self.rate is None:
+                raise ValueError("VideoPart.data is a tuple of frames; there must be one, and their rate must be given")
+        elif self.rate is not None:
+            raise ValueError("VideoPart.rate is that of frames; a file has its own")
+        for name in ("num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"VideoPart.{name} is {value!r}; it must be a positive int")
+        for name in ("rate", "fps"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"VideoPart.{name} is {value!r}; it must be a positive number")
+        for name in ("start", "end"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"VideoPart.{name} is {value!r}; it must be a number of seconds from 0")
+        if self.fps is not None and self.num_frames is not None:
+            raise ValueError("VideoPart.fps and num_frames exclude each other")
+
+
+MediaPart = ImagePart | VideoPart
+ContentPart = TextPart | MediaPart
 
 
 @dataclass(frozen=True)
@@ -88,7 +148,7 @@ class Message:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ValueError(f"Message.role is {self.role!r}; known roles: {', '.join(sorted(ROLES))}")
-        _require_tuple("Message.parts", self.parts, (TextPart, ImagePart), "TextPart and ImagePart")
+        _require_tuple("Message.parts", self.parts, (TextPart, ImagePart, VideoPart), "TextPart, ImagePart, VideoPart")
         _require_tuple("Message.tool_calls", self.tool_calls, (Mapping,), "mappings with name and arguments")
         if self.reasoning is not None and not isinstance(self.reasoning, str):
             raise TypeError(f"Message.reasoning is of type {_kind(self.reasoning)}; it must be a str or None")
@@ -108,6 +168,11 @@ class Message:
     def images(self) -> Iterator[ImagePart]:
         """The images of the turn, in order."""
         return (part for part in self.parts if isinstance(part, ImagePart))
+
+    @property
+    def media(self) -> Iterator[MediaPart]:
+        """The images and videos of the turn, in order."""
+        return (part for part in self.parts if not isinstance(part, TextPart))
 
 
 @dataclass(frozen=True)
@@ -145,6 +210,11 @@ class Conversation:
     def images(self) -> list[ImagePart]:
         """All images in order of appearance."""
         return [image for message in self.messages for image in message.images]
+
+    @property
+    def media(self) -> list[MediaPart]:
+        """All images and videos in order of appearance."""
+        return [part for message in self.messages for part in message.media]
 
     @property
     def answers(self) -> list[Message]:

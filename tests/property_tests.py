@@ -15,10 +15,13 @@ EXPLORE = "explore"
 def load_profiles() -> None:
     """Registers both profiles and loads the repeatable one; ``--hypothesis-profile`` loads another one later.
 
-    There is no deadline in either: a first example pays for imports, and slow machines are no fault of the code.
+    There is no deadline in either: a first example pays for imports, and slow machines are no fault of the code. The
+    repeatable one draws fewer examples: they are the same each time, and exploring draws as many as there is time for.
     """
-    settings.register_profile(REPEATABLE, deadline=None, derandomize=True, database=None)
-    settings.register_profile(EXPLORE, deadline=None, derandomize=False, database=None, print_blob=False)
+    settings.register_profile(REPEATABLE, max_examples=40, deadline=None, derandomize=True, database=None)
+    settings.register_profile(
+        EXPLORE, max_examples=100, deadline=None, derandomize=False, database=None, print_blob=False
+    )
     settings.load_profile(REPEATABLE)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import vlmdata
 from preprocess.config import ImageConfig
 from preprocess.recode.run import recode_dataset
-from preprocess.shards.source_code import source_fingerprint
+from preprocess.shards.fingerprints import source_fingerprint
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
 from tests.loader.rows import chat_rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from model.architecture import Architecture
 from model.flops import StepFlops
-from model.kernels.decoder import DecoderKernels
+from model.kernels.shapes import DecoderKernels
 from model.network.settings import ModelSettings
 
 if TYPE_CHECKING:

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from model.kernels.decoder import DecoderKernels
-from model.kernels.tower import TowerKernels
 from vlmdata.wording import counted, duration
 
 #: Seconds that a process may compile, from its start. After that, the trainer compiles what is missing by itself.
 _PATIENCE = 600.0
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Kernels of a run to compile ahead."""
-
-    decoder: DecoderKernels  # those of the decoder
-    tower: TowerKernels | None  # those of the vision tower; None without a tower
-    vocabulary: int | None  # rows of the output layer; None where cross-entropy is computed by others
-    every: bool  # whether Triton's autotuner chooses among all configurations, instead of those of the table
-
-
 class KernelsAhead:
-    """A process that compiles kernels into Triton's cache: :mod:`model.kernels.compile_ahead`."""
+    """A process that compiles kernels into Triton's cache, by :meth:`model.kernels.shapes.Kernels.command`."""
 
     def __init__(self, command: Sequence[str]):
         self._begun = time.perf_counter()
@@ -52,12 +37,6 @@ class KernelsAhead:
             start_new_session=True,
             text=True,
         )
-
-    @classmethod
-    def of(cls, kernels: Kernels) -> KernelsAhead:
-        """Starts to compile kernels."""
-        request = json.dumps(dataclasses.asdict(kernels))
-        return cls([sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", request])
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Waits until the process ends, and says how many kernels it compiled, or why it failed."""

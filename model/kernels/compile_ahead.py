@@ -7,24 +7,22 @@ trainer, and one fork of it compiles each. Triton alone compiles one after the o
 from __future__ import annotations
 
 import contextlib
-import functools
+import ctypes
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
 from model.kernels.ahead import hash_triton
-from model.kernels.configurations import HOPPER, choose_configurations
-from model.kernels.cross_entropy import run_cross_entropy
-from model.kernels.decoder import DecoderKernels
-from model.kernels.delta_net import autotuners
-from model.kernels.forks import in_forks, machine_has_hopper
+from model.kernels.configurations import HOPPER, autotuners, choose_configurations
 from model.kernels.hollow import import_flash_linear_attention
-from model.kernels.tower import TowerKernels
+from model.kernels.shapes import Kernels
 
 
 class Collector(Executor):
@@ -134,9 +132,37 @@ def run_all_configurations(run: Callable[[], None]) -> None:
 
 
 def compile_in_forks(calls: Sequence[Callable[[], Any]], processes: int) -> int:
-    """Compiles in forks, prints a line of JSON for each kernel, and returns the number of calls that failed."""
+    """Runs each call in a fork, up to ``processes`` at a time. Returns the number of calls that failed.
+
+    Each fork prints a line of JSON: kernel, whether it was cached, and seconds. If it fails, its error goes to standard
+    error instead.
+    """
     launchers = _launchers_can_be_built()
-    return in_forks([functools.partial(_compile, call, launchers) for call in calls], processes)
+    failed, running, waiting = 0, 0, list(calls)
+    while waiting or running:
+        if waiting and running < processes:
+            call = waiting.pop(0)
+            if os.fork() == 0:
+                os._exit(_report(call, launchers))
+            running += 1
+        else:
+            _, status = os.wait()
+            running -= 1
+            failed += status != 0
+    return failed
+
+
+def _report(call: Callable[[], Any], launchers: bool) -> int:
+    """Compiles and prints the line. Returns the exit code."""
+    begun = time.perf_counter()
+    try:
+        found = _compile(call, launchers)
+    except Exception as error:  # the trainer meets it again, in the launch itself
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    line = json.dumps(found | {"seconds": round(time.perf_counter() - begun, 2)})
+    os.write(1, (line + "\n").encode())  # one write, so that lines of several processes do not mix
+    return 0
 
 
 def _compile(call: Callable[[], Any], launchers: bool) -> dict[str, Any]:
@@ -165,26 +191,38 @@ def _launchers_can_be_built() -> bool:
     return True
 
 
+def machine_has_hopper() -> bool:
+    """True if the first GPU is a Hopper GPU. A fork asks CUDA's driver, so that this process never uses CUDA."""
+    asking = os.fork()
+    if asking == 0:
+        os._exit(0 if _capability() == HOPPER else 1)
+    return os.waitpid(asking, 0)[1] == 0
+
+
+def _capability() -> tuple[int, int] | None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, values = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    for attribute, value in zip((75, 76), values, strict=True):  # COMPUTE_CAPABILITY_MAJOR, _MINOR
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return values[0].value, values[1].value
+
+
 def main() -> None:
-    """Compiles the :class:`model.kernels.ahead.Kernels` given as JSON."""
-    request = json.loads(sys.argv[1])
+    """Compiles the :class:`model.kernels.shapes.Kernels` given by their :meth:`command`."""
+    kernels: Kernels = pickle.loads(bytes.fromhex(sys.argv[1]))
     if not machine_has_hopper():
         return
     pretend_hopper()
     hashing = hash_triton()
     import_flash_linear_attention()
-    decoder = DecoderKernels.of(request["decoder"])
-    if not request["every"]:
-        choose_configurations(decoder.delta_net.key_width, decoder.delta_net.value_width, HOPPER)
-
-    def run() -> None:
-        if request["tower"] is not None:
-            TowerKernels(**request["tower"]).run("meta")
-        if request["vocabulary"] is not None:
-            run_cross_entropy(request["vocabulary"], "meta")
-        decoder.run("meta")
-
-    calls = collect(lambda: run_all_configurations(run))
+    if not kernels.every:
+        choose_configurations(kernels.decoder.delta_net.key_width, kernels.decoder.delta_net.value_width, HOPPER)
+    calls = collect(lambda: run_all_configurations(lambda: kernels.run("meta")))
     print(json.dumps({"kernels": len(calls)}), flush=True)
     hashing.join()  # so that no fork does it again
     failed = compile_in_forks(calls, len(os.sched_getaffinity(0)))

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
-from model.kernels.delta_net import autotuners
-
+#: Modules of flash-linear-attention with the kernels of a gated delta net.
+_MODULES = (
+    "fla.modules.conv.triton.kernels",
+    "fla.modules.l2norm",
+    "fla.ops.common.chunk_delta_h",
+    "fla.ops.common.chunk_o",
+    "fla.ops.common.chunk_scaled_dot_kkt",
+    "fla.ops.gated_delta_rule.wy_fast",
+    "fla.ops.utils.cumsum",
+    "fla.ops.utils.solve_tril",
+)
 #: The compute capability that the table is made for: H100, H200.
 HOPPER = (9, 0)
 #: Head widths up to which every configuration of the table fits into shared memory.
@@ -23,18 +32,12 @@ _WIDEST = 128
 _WARM_UP, _TIMED = 5, 20
 
 
-@dataclass(frozen=True)
-class Configuration:
+class Configuration(NamedTuple):
     """A kernel's configuration."""
 
     warps: int  # warps of a program
     stages: int = 3  # stages of software pipelining
-    #: Block sizes and other constants, by their names in the kernel.
-    blocks: Mapping[str, Any] = field(default_factory=dict)
-
-    def is_that_of(self, config: Any) -> bool:
-        """Whether a ``triton.Config`` is this one."""
-        return (config.num_warps, config.num_stages, config.kwargs) == (self.warps, self.stages, dict(self.blocks))
+    blocks: Mapping[str, Any] = {}  # block sizes and other constants, by their names in the kernel
 
 
 #: The configurations of each kernel, the likeliest first. Each is within 2 % of the fastest for some numbers of heads
@@ -90,10 +93,23 @@ def choose_configurations(key_width: int, value_width: int, capability: tuple[in
     kept = []
     for name, tuner in tuners.items():
         candidates = CANDIDATES.get(name, ())
-        configs = [each for each in tuner.configs if any(candidate.is_that_of(each) for candidate in candidates)]
+        configs = [each for each in tuner.configs if (each.num_warps, each.num_stages, each.kwargs) in candidates]
         if configs:
             tuner.configs = configs
             tuner.do_bench = partial(do_bench, warmup=_WARM_UP, rep=_TIMED)
         else:
             kept.append(name)
     return sorted(kept)
+
+
+def autotuners() -> dict[str, Any]:
+    """Returns Triton's autotuners of these kernels, by the name of the kernel."""
+    from triton.runtime.autotuner import Autotuner
+
+    found: dict[str, Any] = {}
+    for each in (each for name in _MODULES for each in vars(import_module(name)).values() if hasattr(each, "fn")):
+        while each is not None and not isinstance(each, Autotuner):
+            each = getattr(each, "fn", None)
+        if each is not None:
+            found[each.base_fn.__name__] = each
+    return found

@@ -19,7 +19,7 @@ from model.network.megatron_config import vision_config
 from model.network.provider import Provider, TorchProvider, transformer_engine_provider
 from model.network.router import BalancedRouter, RouterState
 from model.network.saved_model import SavedModel
-from model.network.settings import Field, ModelSettings, SettingError, vocabulary_rows
+from model.network.settings import ModelSettings, SettingError, vocabulary_rows
 from model.network.vision import VisionTower
 from vlmdata.families import family
 
@@ -45,9 +45,8 @@ def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
     for name, size in made.items():
         if getattr(settings, name) != size:
             raise SettingError(
-                Field(name),
-                f" {getattr(settings, name)} differs from the process groups (groups: {size}); pass "
-                "the same sizes to model.parallel.groups.initialize",
+                f"«{name}» {getattr(settings, name)} differs from the process groups (groups: {size}); pass the same "
+                "sizes to model.parallel.groups.initialize"
             )
     return groups
 
@@ -154,8 +153,10 @@ def _connected_routers(language: Any, metrics: MetricSums) -> RouterState | None
 
 def finished[M: SavedModel](model: M, settings: ModelSettings) -> M:
     """Returns a built model with fused weight gradients, if set, on its device."""
-    if settings.gradient_accumulation_fusion:
-        _fuse_weight_gradients(model)
+    if settings.gradient_accumulation_fusion:  # Transformer Engine's layers add to the float32 ``main_grad``
+        for module in model.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
     # megatron-core creates some parameters (the shared expert's gate) on the CPU regardless of the configuration.
     return model if model.config.use_cpu_initialization else model.cuda()
 
@@ -168,10 +169,3 @@ def _vision_groups(settings: ModelSettings, groups: ProcessGroupCollection) -> t
     of_tower = copy.copy(groups)
     of_tower.tp = alone
     return of_tower, groups.tp
-
-
-def _fuse_weight_gradients(model: SavedModel) -> None:
-    """Makes Transformer Engine's linear layers accumulate weight gradients in the float32 ``main_grad``."""
-    for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True

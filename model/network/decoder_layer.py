@@ -7,7 +7,6 @@ selects their linear layers, norms and attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,23 +27,10 @@ from model.network.provider import Provider
 from model.network.router import BalancedRouter
 
 
-@dataclass(frozen=True)
-class Mixer:
-    """The part of a layer that mixes tokens.
-
-    Attributes:
-        spec: Its spec.
-        projection: Name of its first linear layer, which follows the layer's first norm.
-    """
-
-    spec: ModuleSpec
-    projection: str
-
-
-def full_attention(provider: Provider) -> Mixer:
+def full_attention(provider: Provider) -> ModuleSpec:
     """Returns causal attention with norms of queries and keys."""
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True)
-    spec = ModuleSpec(
+    return ModuleSpec(
         module=RotatedSelfAttention if provider.compiled else KernelSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -55,7 +41,6 @@ def full_attention(provider: Provider) -> Mixer:
             k_layernorm=qk_norm,
         ),
     )
-    return Mixer(spec, "linear_qkv")
 
 
 def first_linear(provider: Provider) -> Any:
@@ -65,7 +50,11 @@ def first_linear(provider: Provider) -> Any:
 
 
 def layer_spec(
-    config: TransformerConfig, provider: Provider, mixer: Mixer, module: type[TransformerLayer] = TransformerLayer
+    config: TransformerConfig,
+    provider: Provider,
+    mixer: ModuleSpec,
+    projection: str = "linear_qkv",
+    module: type[TransformerLayer] = TransformerLayer,
 ) -> ModuleSpec:
     """Returns the spec of a decoder layer, with experts if the configuration has any.
 
@@ -73,6 +62,7 @@ def layer_spec(
         config: Configuration of the decoder.
         provider: The back end.
         mixer: Attention, or what a layer has in its place.
+        projection: Name of its first linear layer, which follows the layer's first norm.
         module: The layer's class.
     """
     fused, moe = provider.fuse_layernorm_and_linear(), config.num_moe_experts is not None
@@ -80,14 +70,14 @@ def layer_spec(
     # Transformer Engine keeps a norm's weight in the linear layer that follows. Both back ends use its checkpoint keys.
     keys = {}
     if not fused:
-        keys["input_layernorm."] = f"self_attention.{mixer.projection}.layer_norm_"
+        keys["input_layernorm."] = f"self_attention.{projection}.layer_norm_"
         if not moe:
             keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=module,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if fused else norm,
-            self_attention=mixer.spec,
+            self_attention=mixer,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if fused and not moe else norm,
             mlp=_experts(config, provider) if moe else _dense(provider),

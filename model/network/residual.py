@@ -1,13 +1,15 @@
-"""The residual stream of the vision tower's blocks: sums and adjacent norms, in plain torch and with kernels.
+"""What lies between the linear layers of the vision tower's blocks, in plain torch and with kernels.
 
-Row-parallel layers return their bias instead of adding it. With tensor parallelism, their product is summed over ranks
-before it comes here.
+That is the residual stream, with its sums and adjacent norms, and the activation. Linear layers return their bias
+instead of adding it. With tensor parallelism, the product of row-parallel ones is summed over ranks before it comes
+here.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from model.network.awaited import await_weight
 
 
 class PlainResidual:
-    """Computes sums in plain torch and norms with the back end's layer."""
+    """Computes sums and GELU in plain torch, and norms with the back end's layer."""
 
     def keep_and_norm(self, x_pc: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """Returns x and its layer norm, (P, c)."""
@@ -30,6 +32,10 @@ class PlainResidual:
         """Adds a layer's product and its bias."""
         out, bias = added
         return x_pc + (out + bias)
+
+    def gelu(self, product: Tensor, bias: Tensor) -> Tensor:
+        """Applies GELU, approximated by tanh, to the sum of a product (P, w) and a bias (w,)."""
+        return F.gelu(product + bias, approximate="tanh")
 
 
 class KernelResidual(PlainResidual):
@@ -59,6 +65,12 @@ class KernelResidual(PlainResidual):
         from model.kernels.residual_norm import sum_with_bias
 
         return sum_with_bias(x_pc, *added)
+
+    def gelu(self, product: Tensor, bias: Tensor) -> Tensor:
+        """Applies GELU to the sum. Its backward pass also gives the bias its gradient."""
+        from model.kernels.biased_gelu import gelu_with_bias
+
+        return gelu_with_bias(product, bias)
 
 
 def residual(config: TransformerConfig, eps: float) -> PlainResidual:

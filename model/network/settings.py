@@ -5,9 +5,10 @@ This module needs no torch, so the trainer can reject invalid settings before im
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from model.architecture import Architecture
 from model.kernels.flash_cache import flash_attention_4_takes
@@ -20,48 +21,55 @@ if TYPE_CHECKING:
 VOCABULARY_MULTIPLE = 16
 
 
-class Field(str):
-    """The name of a setting in an error message."""
-
-    __slots__ = ()
-
-
 class SettingError(ValueError):
     """A setting contradicts another one, the architecture, or the process groups.
 
-    The message is stored in parts, so that a caller with other names for the settings can substitute them.
-
     Args:
-        parts: Parts of the message; each setting name is a :class:`Field`.
+        message: Each name of a setting stands in «quotes», so that a caller with other names can substitute them.
     """
 
-    def __init__(self, *parts: str) -> None:
-        self.parts = parts
-        super().__init__("".join(parts))
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The settings that the message names."""
-        return tuple(str(part) for part in self.parts if isinstance(part, Field))
+    def __init__(self, message: str) -> None:
+        self.message = message
+        super().__init__(self.renamed({}))
 
     def renamed(self, names: Mapping[str, str]) -> str:
         """Returns the message with settings renamed by ``names``; others keep their names."""
-        return "".join(names.get(part, part) if isinstance(part, Field) else part for part in self.parts)
-
-
-TENSOR = Field("tensor_parallel")
-
-
-def joined_fields(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns message parts: the names, separated by commas."""
-    parts: list[str] = []
-    for name in names:
-        parts += [", "] * bool(parts) + [Field(name)]
-    return tuple(parts)
+        return re.sub("«(.*?)»", lambda found: names.get(found[1], found[1]), self.message)
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelOptions:
+    """Options of a model's computation that are settings of a training run by the same name.
+
+    Attributes:
+        mtp_loss_scale: Weight of the loss of multi-token prediction.
+        moe_aux_loss: Weight of the load-balancing loss; None means the architecture's.
+        language_only: Build the language model without the vision tower, for data without images.
+        recompute: Activations of the language model that the backward pass computes again: "none"; "selective" for
+            feed-forward layers and the delta rule's states; "full" for whole layers.
+        vision_recompute: Compute the activations of all vision blocks again in the backward pass.
+        vision_attention: Attention of the vision tower with the Transformer Engine back end: its own with
+            "transformer_engine" (kernels of cuDNN), "flash_attention_4" (package flash-attn-4), or "auto" for
+            FlashAttention 4 if installed and made for the GPU.
+        compile: With Transformer Engine, have torch compile some small functions of megatron-core: activation, gates,
+            residual sums. It takes seconds at each start. If not, Triton kernels and plain sums take their place;
+            only experts are compiled then.
+        tune_kernels: Have Triton's autotuner time all configurations of the delta net's kernels at the first start,
+            instead of those in :mod:`model.kernels.configurations`.
+    """
+
+    mtp_loss_scale: float = 0.1
+    moe_aux_loss: float | None = None
+    language_only: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    vision_recompute: bool = False
+    vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
+    compile: bool = False
+    tune_kernels: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSettings(ModelOptions):
     """How a model is computed. Apart from rounding, the result does not depend on it.
 
     Attributes:
@@ -77,15 +85,7 @@ class ModelSettings:
         expert_parallel: Ranks that share the experts.
         backend: ``torch`` runs anywhere; ``transformer_engine`` needs CUDA.
         precision: Data type of parameters and activations.
-        language_only: Whether to build the language model without the vision tower, for data without images.
         mtp_layers: Multi-token prediction layers to train, at most the architecture's; None means all of them.
-        mtp_loss_scale: Weight of their loss.
-        moe_aux_loss: Weight of the load-balancing loss; None means the architecture's.
-        recompute: What the backward pass computes again: nothing, feed-forward layers and the delta rule's states
-            (``selective``) or whole layers (``full``).
-        vision_recompute: Whether the backward pass computes the vision tower's blocks again.
-        vision_attention: Attention of the vision tower with the Transformer Engine back end: Transformer Engine's own
-            (cuDNN kernels), FlashAttention 4, or ``auto`` for FlashAttention 4 if installed and made for the GPU.
         cp_comm_type: How attention exchanges data between context-parallel ranks (Transformer Engine): ``p2p``,
             ``all_gather``, ``a2a``, ``a2a+p2p``.
         fused_cross_entropy: Compute cross-entropy with Transformer Engine's kernel.
@@ -94,10 +94,6 @@ class ModelSettings:
         fp8: FP8 format of linear layers (``hybrid``, ``e4m3``) with Transformer Engine; None disables FP8.
         fp8_recipe: FP8 scaling: of whole tensors by their current range (``tensorwise``) or by that of earlier steps
             (``delayed``), or of blocks (``blockwise``).
-        compile: Whether torch compiles some small functions of megatron-core with Transformer Engine: activation, gates
-            and residual sums. If not, Triton kernels and plain sums take their place, except in experts.
-        tune_kernels: Whether Triton's autotuner times all configurations of the delta net's kernels, instead of those
-            in :mod:`model.kernels.configurations`.
     """
 
     tensor_parallel: int = 1
@@ -109,20 +105,12 @@ class ModelSettings:
     expert_parallel: int = 1
     backend: Literal["torch", "transformer_engine"] = "torch"
     precision: Literal["fp32", "bf16"] = "fp32"
-    language_only: bool = False
     mtp_layers: int | None = None
-    mtp_loss_scale: float = 0.1
-    moe_aux_loss: float | None = None
-    recompute: Literal["none", "selective", "full"] = "none"
-    vision_recompute: bool = False
-    vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
     cp_comm_type: str = "p2p"
     fused_cross_entropy: bool = False
     gradient_accumulation_fusion: bool = False
-    fp8: Literal["hybrid", "e4m3"] | None = None
+    fp8: Literal["hybrid", "e4m3", None] = None
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
-    compile: bool = False
-    tune_kernels: bool = False
 
     @property
     def vision_parallel(self) -> int:
@@ -169,19 +157,15 @@ def check_settings(settings: ModelSettings, architecture: Architecture) -> None:
     _check_attention_heads(settings, architecture)
 
 
-def require_divides(settings: ModelSettings, sizes: Mapping[str, int]) -> None:
-    """Raises an error if the tensor-parallel size does not divide these named sizes of the architecture.
+def require_divides(setting: str, value: int, sizes: Mapping[str, int]) -> None:
+    """Raises an error if a parallel size does not divide these named sizes of the architecture.
 
     Raises:
         SettingError: If a size is not a multiple of it.
     """
-    _require_divides(TENSOR, settings.tensor_parallel, sizes)
-
-
-def _require_divides(setting: Field, tensor: int, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
-        if size % tensor:
-            raise SettingError(setting, f" {tensor} does not divide {name} {size}; choose a divisor of it")
+        if size % value:
+            raise SettingError(f"«{setting}» {value} does not divide {name} {size}; choose a divisor of it")
 
 
 def _check_attention_heads(settings: ModelSettings, architecture: Architecture) -> None:
@@ -190,42 +174,30 @@ def _check_attention_heads(settings: ModelSettings, architecture: Architecture) 
     sizes = {"language.num_attention_heads": language.num_attention_heads}
     if settings.tensor_parallel % language.num_key_value_heads:  # several ranks may hold copies of one key-value head
         sizes["language.num_key_value_heads"] = language.num_key_value_heads
-    require_divides(settings, sizes)
+    require_divides("tensor_parallel", settings.tensor_parallel, sizes)
 
 
 def _check_values(settings: ModelSettings, architecture: Architecture) -> None:
-    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
-        if getattr(settings, name) < 1:
-            raise SettingError(Field(name), f" must be at least 1, got {getattr(settings, name)}")
-    allowed = {
-        "backend": ("torch", "transformer_engine"),
-        "precision": ("fp32", "bf16"),
-        "recompute": ("none", "selective", "full"),
-        "vision_attention": ("auto", "transformer_engine", "flash_attention_4"),
-        "fp8": (None, "hybrid", "e4m3"),
-        "fp8_recipe": ("tensorwise", "delayed", "blockwise"),
-    }
-    for name, values in allowed.items():
-        if getattr(settings, name) not in values:
-            wanted = ", ".join(map(str, values))
-            raise SettingError(Field(name), f" must be one of {wanted}, got {getattr(settings, name)!r}")
+    names = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+    sizes = {name: getattr(settings, name) for name in names} | {"vision_tensor_parallel": settings.vision_parallel}
+    for name, size in sizes.items():
+        if size < 1:
+            raise SettingError(f"«{name}» must be at least 1, got {size}")
+    for name, kind in get_type_hints(ModelSettings).items():
+        if get_origin(kind) is Literal and getattr(settings, name) not in get_args(kind):
+            wanted = ", ".join(map(str, get_args(kind)))
+            raise SettingError(f"«{name}» must be one of {wanted}, got {getattr(settings, name)!r}")
     if settings.separate_vision and settings.language_only:
-        raise SettingError(
-            Field("language_only"), " has no vision tower for ranks of its own: leave out ", Field("separate_vision")
-        )
-    if settings.vision_parallel < 1:
-        raise SettingError(Field("vision_tensor_parallel"), f" must be at least 1, got {settings.vision_parallel}")
+        raise SettingError("«language_only» has no vision tower for ranks of its own: leave out «separate_vision»")
     if not settings.separate_vision and settings.vision_tensor_parallel not in (None, 1, settings.tensor_parallel):
         raise SettingError(
-            Field("vision_tensor_parallel"),
-            " must be 1 or ",
-            TENSOR,
-            f", {settings.tensor_parallel}, got {settings.vision_tensor_parallel}",
+            f"«vision_tensor_parallel» must be 1 or «tensor_parallel», {settings.tensor_parallel}, got "
+            f"{settings.vision_tensor_parallel}"
         )
     layers = settings.mtp_layers_of(architecture)
     if not 0 <= layers <= architecture.mtp_layers:
         raise SettingError(
-            Field("mtp_layers"), f" must be between 0 and the architecture's {architecture.mtp_layers}, got {layers}"
+            f"«mtp_layers» must be between 0 and the architecture's {architecture.mtp_layers}, got {layers}"
         )
 
 
@@ -235,17 +207,17 @@ def _check_sizes(settings: ModelSettings, architecture: Architecture) -> None:
         "language.hidden_size": language.hidden_size,
         "language.intermediate_size": language.intermediate_size,
     }
-    require_divides(settings, sizes)
+    require_divides("tensor_parallel", settings.tensor_parallel, sizes)
     own = settings.separate_vision or settings.vision_parallel == 1
-    _require_divides(
-        Field("vision_tensor_parallel") if own else TENSOR,
+    require_divides(
+        "vision_tensor_parallel" if own else "tensor_parallel",
         settings.vision_parallel,
         {"vision.num_heads": vision.num_heads, "vision.intermediate_size": vision.intermediate_size},
     )
     if language.num_layers % settings.pipeline_parallel:
         raise SettingError(
-            Field("pipeline_parallel"),
-            f" {settings.pipeline_parallel} does not divide the {language.num_layers} layers into equal stages",
+            f"«pipeline_parallel» {settings.pipeline_parallel} does not divide the {language.num_layers} layers into "
+            "equal stages"
         )
 
 
@@ -253,18 +225,16 @@ def _check_experts(settings: ModelSettings, architecture: Architecture) -> None:
     moe, experts = architecture.language.moe, settings.expert_parallel
     if settings.sequence_parallel and settings.tensor_parallel == 1:
         raise SettingError(
-            Field("sequence_parallel"), " splits tokens over tensor-parallel ranks: it needs ", TENSOR, " > 1"
+            "«sequence_parallel» splits tokens over tensor-parallel ranks: it needs «tensor_parallel» > 1"
         )
     if moe is None:
         if experts > 1:
-            raise SettingError(
-                Field("expert_parallel"), f" is {experts}, but the architecture has no experts; set it to 1"
-            )
+            raise SettingError(f"«expert_parallel» is {experts}, but the architecture has no experts; set it to 1")
         return
     if moe.num_experts % experts:
-        raise SettingError(Field("expert_parallel"), f" {experts} does not divide the {moe.num_experts} experts")
+        raise SettingError(f"«expert_parallel» {experts} does not divide the {moe.num_experts} experts")
     if settings.tensor_parallel > 1 and not settings.sequence_parallel:
-        raise SettingError("experts with ", TENSOR, " need ", Field("sequence_parallel"), ": switch it on")
+        raise SettingError("experts with «tensor_parallel» need «sequence_parallel»: switch it on")
 
 
 def _check_back_end(settings: ModelSettings, architecture: Architecture) -> None:
@@ -272,26 +242,19 @@ def _check_back_end(settings: ModelSettings, architecture: Architecture) -> None
         width = architecture.vision.head_dim
         if settings.precision != "bf16":
             raise SettingError(
-                Field("vision_attention"),
-                f" 'flash_attention_4' computes in bfloat16, got {settings.precision}; choose 'auto'",
+                f"«vision_attention» 'flash_attention_4' computes in bfloat16, got {settings.precision}; choose 'auto'"
             )
         if not flash_attention_4_takes(width):
             raise SettingError(
-                Field("vision_attention"),
-                f" 'flash_attention_4' computes wrong gradients for heads of {width} columns (right: multiples of 32); "
-                "choose 'auto'",
+                f"«vision_attention» 'flash_attention_4' computes wrong gradients for heads of {width} columns (right: "
+                "multiples of 32); choose 'auto'"
             )
     defaults = ModelSettings()
     engine_only = [
-        name
+        f"«{name}»"
         for name in ("fp8", "fused_cross_entropy", "gradient_accumulation_fusion", "vision_attention")
         if getattr(settings, name) != getattr(defaults, name)
     ]
     if engine_only and settings.backend != "transformer_engine":
         needs = "need" if len(engine_only) > 1 else "needs"
-        raise SettingError(
-            *joined_fields(engine_only),
-            f" {needs} ",
-            Field("backend"),
-            f" 'transformer_engine', got {settings.backend!r}",
-        )
+        raise SettingError(f"{', '.join(engine_only)} {needs} «backend» 'transformer_engine', got {settings.backend!r}")

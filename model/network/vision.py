@@ -17,6 +17,7 @@ Shapes: patches P, hidden c, heads on this rank n, head width d, image tokens M 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.architecture import VisionArchitecture
-from model.network.biased_gelu import biased_gelu
 from model.network.patch_embed import PatchEmbed
 from model.network.patch_geometry import Grid, PatchGeometry
 from model.network.provider import Provider
@@ -187,12 +187,10 @@ class VisionBlock(MegatronModule):
         norm = provider.layer_norm(rms_norm=False)
         self.norm1 = norm(config, width, eps=architecture.layer_norm_eps)
         self.norm2 = norm(config, width, eps=architecture.layer_norm_eps)
-        self.qkv = _column(provider, config, width, 3 * width, group, skip_bias_add=True)
-        self.proj = _row(provider, config, width, width, group, skip_bias_add=True)
-        self.linear_fc1 = _column(provider, config, width, wide, group, skip_bias_add=True)
-        self.linear_fc2 = _row(provider, config, wide, width, group, skip_bias_add=True)
+        linear = partial(_linear, provider, config, group, skip_bias_add=True)
+        self.qkv, self.proj = linear(width, 3 * width, columns=True), linear(width, width, columns=False)
+        self.linear_fc1, self.linear_fc2 = linear(width, wide, columns=True), linear(wide, width, columns=False)
         self.residual = residual(config, architecture.layer_norm_eps)
-        self.gelu = biased_gelu(config)
         self.core_attention = core_attention(attention, config, pg_collection)
         self.head_dim = architecture.head_dim
 
@@ -204,7 +202,7 @@ class VisionBlock(MegatronModule):
         mixed_pn3d = product.unflatten(-1, (-1, 3, self.head_dim))
         attended = self.proj(self.core_attention(mixed_pn3d, bias, images))
         x_pc, normed = self.residual.sum_and_norm(x_pc, attended, self.norm2)
-        return self.residual.sum(x_pc, self.linear_fc2(self.gelu(*self.linear_fc1(normed))))
+        return self.residual.sum(x_pc, self.linear_fc2(self.residual.gelu(*self.linear_fc1(normed))))
 
 
 class PatchMerger(MegatronModule):
@@ -232,8 +230,9 @@ class PatchMerger(MegatronModule):
         norm = provider.layer_norm(rms_norm=False)
         normed = self.width if norm_joined else architecture.hidden_size
         self.norm = norm(config, normed, eps=architecture.layer_norm_eps)
-        self.linear_fc1 = _column(provider, config, self.width, self.width, pg_collection.tp)
-        self.linear_fc2 = _row(provider, config, self.width, architecture.out_hidden_size, pg_collection.tp)
+        linear = partial(_linear, provider, config, pg_collection.tp, skip_bias_add=False)
+        self.linear_fc1 = linear(self.width, self.width, columns=True)
+        self.linear_fc2 = linear(self.width, architecture.out_hidden_size, columns=False)
 
     def forward(self, x_pc: Tensor) -> Tensor:
         """Maps (P, c) to (M, out_hidden)."""
@@ -243,21 +242,18 @@ class PatchMerger(MegatronModule):
         return out
 
 
-def _column(
-    provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any, *, skip_bias_add: bool = False
+def _linear(
+    provider: Provider,
+    config: TransformerConfig,
+    tp_group: Any,
+    width: int,
+    out: int,
+    *,
+    columns: bool,
+    skip_bias_add: bool,
 ) -> nn.Module:
-    own = {"gather_output": False, "skip_bias_add": skip_bias_add}
-    return _linear(provider.column_parallel_linear(), config, width, out, tp_group, **own)
-
-
-def _row(
-    provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any, *, skip_bias_add: bool = False
-) -> nn.Module:
-    own = {"input_is_parallel": True, "skip_bias_add": skip_bias_add}
-    return _linear(provider.row_parallel_linear(), config, width, out, tp_group, **own)
-
-
-def _linear(kind: type, config: TransformerConfig, width: int, out: int, tp_group: Any, **own: bool) -> nn.Module:
-    common = {"init_method": config.init_method, "bias": True, "skip_bias_add": False, "is_expert": False}
-    layer: nn.Module = kind(width, out, config=config, tp_group=tp_group, **(common | own))
+    kind = provider.column_parallel_linear() if columns else provider.row_parallel_linear()
+    own: dict[str, Any] = {"gather_output": False} if columns else {"input_is_parallel": True}
+    common = {"config": config, "init_method": config.init_method, "bias": True, "is_expert": False}
+    layer: nn.Module = kind(width, out, tp_group=tp_group, skip_bias_add=skip_bias_add, **common, **own)
     return layer

@@ -26,7 +26,6 @@ Shapes: tokens of the pack T, tokens on this rank t, hidden H, image embeddings 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,29 +44,10 @@ from model.network.saved_model import SavedModel
 from model.network.targets import TargetRows
 from model.network.vision import VisionTower
 from model.parallel.exchange import all_gather_rows, exchange_rows
-from model.parallel.image_rows import ImageRows, places
+from model.parallel.image_rows import ImageEmbeddings, ImageRows
 from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from model.parallel.row_exchange import RowReceiver
 from vlmdata.batch import PackedBatch
-
-
-@dataclass(frozen=True)
-class ImageEmbeddings:
-    """Embeddings of the image tokens that this rank needs.
-
-    Attributes:
-        rows: (m, (1 + D) * H), as the tower returns them.
-        wanted: int64 (m,), their ascending numbers among the rows of all ranks.
-        row_of_token: int64 (T,), the number of each token's row; -1 for text.
-    """
-
-    rows: Tensor
-    wanted: IntArray
-    row_of_token: IntArray
-
-    def places(self, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        """Returns which of some pack tokens are image tokens, and their rows; see :func:`places`."""
-        return places(self.row_of_token, self.wanted, tokens, self.rows.device)
 
 
 class VisionLanguageModel(SavedModel):
@@ -214,9 +194,9 @@ class VisionLanguageModel(SavedModel):
     def _encode(self, batch: PackedBatch, index: PackIndex) -> ImageEmbeddings | None:
         """Encodes this rank's images and exchanges embeddings. Returns None for the language model alone."""
         if self.receiver is not None:
-            rows, wanted, row_of_token = self.receiver.receive()
-            _check_placeholders(batch, row_of_token, index, self.architecture.image_token_id)
-            return ImageEmbeddings(rows, wanted, row_of_token)
+            found = self.receiver.receive()
+            _check_placeholders(batch, found.row_of_token, index, self.architecture.image_token_id)
+            return found
         if self.vision is None:
             if len(batch.host.image_grid_thw):
                 raise ValueError(

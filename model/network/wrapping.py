@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+
+from model.parallel.exchange import summed
 
 #: Name of the submodule of a wrapped layer.
 WRAPPER = "wrapper"
@@ -79,7 +80,7 @@ def wrap(model: nn.Module, make: Callable[[str, nn.Module], LinearWrapper | None
             sharded = name in wrapper.shard_dims
             parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]  # the gradient norm counts it so
             if not sharded and layer.tensor_group.size() > 1:
-                parameter.register_hook(functools.partial(_summed, layer.tensor_group))
+                parameter.register_hook(functools.partial(summed, layer.tensor_group))
     return len(made)
 
 
@@ -152,9 +153,3 @@ def wrappable(layer: type, *, columns: bool) -> type:
     It keeps the name of the class, because megatron-core knows some layers by it.
     """
     return type(layer.__name__, (WrappableLinear, layer), {"columns": columns})
-
-
-def _summed(group: dist.ProcessGroup, gradient: Tensor) -> Tensor:
-    gradient = gradient.contiguous().clone()
-    dist.all_reduce(gradient, group=group)
-    return gradient

@@ -167,6 +167,13 @@ def _all_to_all(
     return arrived
 
 
+def summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of a gradient over the ranks of a group, for hooks of tensors."""
+    gradient = gradient.contiguous().clone()
+    dist.all_reduce(gradient, group=group)
+    return gradient
+
+
 def all_gather_plain(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gathers tensors of equal shape along a new first axis, (size, *local.shape), without gradient."""
     size = dist.get_world_size(group)

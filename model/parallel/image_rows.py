@@ -56,9 +56,7 @@ class ImageRows:
         order = np.lexsort((np.arange(len(grids)), part_of, owners))
         first_row = np.empty(len(grids), np.int64)
         first_row[order] = np.cumsum(rows[order]) - rows[order]
-        row_of_token = np.full(batch.total_tokens, -1, np.int64)
-        for start, row, count in zip(starts.tolist(), first_row.tolist(), rows.tolist(), strict=True):
-            row_of_token[start : start + count] = np.arange(row, row + count)
+        row_of_token = rows_of_tokens(batch.total_tokens, starts, first_row, rows)
         counts = np.bincount(owners, weights=rows, minlength=context_size).astype(np.int64)
         part_counts = np.bincount(part_of[here], weights=rows[here], minlength=parts).astype(np.int64)
         mine = [(int(t), int(h), int(w)) for t, h, w in grids[here & (part_of == part)]]
@@ -78,11 +76,7 @@ class ImageRows:
         """
         ends = np.cumsum([0, *self.counts])
         mine, first = self.context_rank, int(ends[self.context_rank])
-        wanted = []
-        for each in tokens:
-            needed = np.zeros(ends[-1] + 1, np.bool_)
-            needed[_rows_of(self.row_of_token, each)] = True  # -1 marks the entry beyond the rows
-            wanted.append(np.flatnonzero(needed[:-1]))
+        wanted = [rows_wanted(self.row_of_token, each, int(ends[-1])) for each in tokens]
         # Rows are ordered by the rank that computes them, so what one rank gets from another is a slice.
         cuts = [np.searchsorted(rows, ends) for rows in wanted]
         outgoing = [rows[cut[mine] : cut[mine + 1]] - first for rows, cut in zip(wanted, cuts, strict=True)]
@@ -100,19 +94,39 @@ class RowRoutes:
     wanted: IntArray  # int64 (m,), ascending rows among those of all ranks that this rank gets
 
 
-def places(
-    row_of_token: IntArray, wanted: IntArray, tokens: IntArray, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which of some pack tokens (t,) are image tokens, and their rows among those that a rank has, both int64.
+@dataclass(frozen=True)
+class ImageEmbeddings:
+    """Embeddings of the image tokens that a rank needs."""
 
-    ``row_of_token``, int64 (T,), is the row of each pack token; -1 for text. ``wanted``, int64 (m,), are the ascending
-    rows that the rank has. A token of -1 is none.
+    rows: torch.Tensor  # (m, (1 + D) * hidden), as the tower returns them
+    wanted: IntArray  # int64 (m,), their ascending numbers among the rows of all ranks
+    row_of_token: IntArray  # int64 (T,), the number of each token's row; -1 for text
+
+    def places(self, tokens: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns which of some pack tokens (t,) are image tokens, and their rows, both int64. Token -1 is none."""
+        numbers = _rows_of(self.row_of_token, tokens)
+        where = np.flatnonzero(numbers >= 0)
+        row = np.zeros(self.wanted[-1] + 1 if len(self.wanted) else 0, np.int64)
+        row[self.wanted] = np.arange(len(self.wanted))
+        return to_device(where, self.rows.device), to_device(row[numbers[where]], self.rows.device)
+
+
+def rows_of_tokens(total: int, starts: IntArray, firsts: IntArray, counts: IntArray) -> IntArray:
+    """Returns the row of each of a pack's ``total`` tokens, int64; -1 for text.
+
+    Each image has ``counts`` tokens, from the token ``starts`` and the row ``firsts`` on.
     """
-    rows = _rows_of(row_of_token, tokens)
-    where = np.flatnonzero(rows >= 0)
-    number = np.zeros(wanted[-1] + 1 if len(wanted) else 0, np.int64)
-    number[wanted] = np.arange(len(wanted))
-    return to_device(where, device), to_device(number[rows[where]], device)
+    found = np.full(total, -1, np.int64)
+    for start, first, count in zip(starts.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+        found[start : start + count] = np.arange(first, first + count)
+    return found
+
+
+def rows_wanted(row_of_token: IntArray, tokens: IntArray, total: int) -> IntArray:
+    """Returns those of ``total`` rows that some pack tokens have, ascending, each once."""
+    wanted = np.zeros(total + 1, np.bool_)
+    wanted[_rows_of(row_of_token, tokens)] = True  # -1 marks the entry beyond the rows
+    return np.flatnonzero(wanted[:-1])
 
 
 def _rows_of(row_of_token: IntArray, tokens: IntArray) -> IntArray:
@@ -125,11 +139,8 @@ def image_tokens(batch: PackedBatch, merge_unit: int, tokens: IntArray) -> IntAr
 
     Unlike :class:`ImageRows` it needs no pixels, so every pipeline stage can tell.
     """
-    grids, starts = batch.host.image_grid_thw.reshape(-1, 3), batch.host.image_starts
-    is_image = np.zeros(batch.total_tokens, np.bool_)
-    for start, count in zip(starts.tolist(), (grids.prod(1) // merge_unit).tolist(), strict=True):
-        is_image[start : start + count] = True
-    return np.flatnonzero(is_image[tokens])
+    starts, counts = batch.host.image_starts, batch.host.image_grid_thw.reshape(-1, 3).prod(1) // merge_unit
+    return np.flatnonzero(rows_of_tokens(batch.total_tokens, starts, np.zeros_like(starts), counts)[tokens] >= 0)
 
 
 def _ranges(lengths: IntArray, chosen: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.parallel.exchange import all_gather_rows
-from model.parallel.packed import IntArray, to_device
+from model.parallel.image_rows import ImageEmbeddings
+from model.parallel.packed import to_device
 from model.parallel.separation import Separation
 from model.parallel.vision_rows import MicroBatchRows, Transfer, even_parts
 from model.parallel.waiting import Waiting
@@ -98,11 +99,8 @@ class RowReceiver:
         for number in range(self._ahead):
             self._request(number)
 
-    def receive(self) -> tuple[Tensor, IntArray, IntArray]:
-        """Returns the rows of the next micro-batch that this context-parallel rank places, (m, W).
-
-        With them come their ascending numbers, int64 (m,), and the number of each token's row, int64 (T,), -1 for text.
-        """
+    def receive(self) -> ImageEmbeddings:
+        """Returns the rows of the next micro-batch that this context-parallel rank places."""
         number = self._next
         self._next = number + 1
         self._request(number + self._ahead)
@@ -118,7 +116,7 @@ class RowReceiver:
         # All of these ranks have the same gradient of all rows, and each returns that of its part.
         counts = even_parts(len(wanted), self._ranks.tensor)
         rows = all_gather_rows(part, counts, self._tensor_group, sum_gradients=False)
-        return rows, wanted, micro_batch.row_of_token[data]
+        return ImageEmbeddings(rows, wanted, micro_batch.row_of_token[data])
 
     def finish(self) -> None:
         """Ends a step: waits until all gradients are sent."""

@@ -29,7 +29,6 @@ class ParameterRows:
     parameter: nn.Parameter  # the model's parameter, a ``DTensor``
     rows: nn.Parameter  # the rows of this rank as a parameter of their own, in the same memory, for the optimizer
     start: int  # the first of these rows; of the parameter that the tensor-parallel rank holds
-    group: dist.ProcessGroup  # the ranks that hold the other rows
 
     @property
     def stop(self) -> int:
@@ -120,4 +119,4 @@ def _rows_of(name: str, parameter: nn.Parameter, marks: dict[str, Any], group: d
     for mark, value in (marks | {"first_row": start}).items():
         setattr(parameter, mark, value)
         setattr(rows, mark, value)
-    return ParameterRows(name, parameter, rows, start, group)
+    return ParameterRows(name, parameter, rows, start)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model.parallel.image_rows import rows_of_tokens, rows_wanted
 from model.parallel.packed import IntArray, PackIndex
 from model.parallel.separation import Separation
 from vlmdata.loader.request.pack_request import PackImages
@@ -48,13 +49,11 @@ class MicroBatchRows:
         order = np.argsort(owners, kind="stable")
         first = np.empty(len(counts), np.int64)
         first[order] = np.cumsum(counts[order]) - counts[order]
-        row_of_token, number = [], 0
-        for pack in packs:
-            rows = np.full(int(pack.cu_seqlens_padded[-1]), -1, np.int64)
-            for start in pack.image_starts.tolist():
-                rows[start : start + counts[number]] = np.arange(first[number], first[number] + counts[number])
-                number += 1
-            row_of_token.append(rows)
+        ends = np.cumsum([len(each.image_starts) for each in packs])[:-1]
+        row_of_token = [
+            rows_of_tokens(int(pack.cu_seqlens_padded[-1]), pack.image_starts, *of_pack)
+            for pack, *of_pack in zip(packs, np.split(first, ends), np.split(counts, ends), strict=True)
+        ]
         of_replica = np.bincount(owners, weights=counts, minlength=ranks.replicas).astype(np.int64)
         parts = [part for rows in of_replica.tolist() for part in even_parts(rows, ranks.vision_tensor)]
         return cls(packs, tuple(row_of_token), np.cumsum([0, *parts]), ranks, following)
@@ -63,13 +62,8 @@ class MicroBatchRows:
         """Returns the rows that a context-parallel rank of the language model places, ascending, each once."""
         pack = self.packs[data]
         index = PackIndex.of_boundaries(pack.cu_seqlens, pack.cu_seqlens_padded, self.ranks.context, context)
-        row_of_token = self.row_of_token[data]
-        needed = np.zeros(int(self.bounds[-1]) + 1, np.bool_)
-        needed[row_of_token[index.local]] = True  # -1 marks the entry beyond the rows
-        if self.following:
-            after = index.following
-            needed[row_of_token[after[after >= 0]]] = True
-        return np.flatnonzero(needed[:-1])
+        tokens = np.concatenate([index.local, index.following]) if self.following else index.local
+        return rows_wanted(self.row_of_token[data], tokens, int(self.bounds[-1]))
 
     def part(self, wanted: IntArray, tensor: int) -> IntArray:
         """Returns the part of a rank's wanted rows that its tensor-parallel rank receives."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from model.architecture import Architecture
-from model.families import adopts_vocabulary, architecture_from_hf, preset, spec_of
+from model.families import adopts_vocabulary, architecture_from_hf, spec_of
 from model.network.settings import ModelSettings, SettingError
 from model.network.vision_attention import FlashAttention
 from model.training.data import RankPlace, manifest_of
 from model.training.settings.config import ConfigError, TrainConfig
-from model.training.settings.early_checks import require_data_family, require_preset
+from model.training.settings.early_checks import preset_of, require_data_family
 from model.training.settings.model_settings import in_the_runs_words, precision_of, settings_of
 from model.weights.convert import read_architecture
 
@@ -62,11 +62,11 @@ def architecture_of(config: TrainConfig, resumed: Path | None = None) -> Archite
                 f"{tokenizer.image}; preprocess it with --tokenizer {config.model.hf}"
             )
         return made
-    require_preset(config)
-    made = preset(config.model.preset)
-    require_data_family(made, manifest, config.data.paths[0])
-    size = max(made.language.vocab_size, tokenizer.vocab_size)
-    return made.with_vocabulary(tokenizer, tokenizer.vocab_size if adopts_vocabulary(config.model.preset) else size)
+    chosen = preset_of(config)
+    assert chosen is not None
+    require_data_family(chosen, manifest, config.data.paths[0])
+    size = max(chosen.language.vocab_size, tokenizer.vocab_size)
+    return chosen.with_vocabulary(tokenizer, tokenizer.vocab_size if adopts_vocabulary(config.model.preset) else size)
 
 
 def _architecture_of_hf(name: str, ignore: Collection[str], resumed: Path | None) -> Architecture:

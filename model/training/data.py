@@ -93,19 +93,6 @@ class RankPlace:
         return self.last_stage and self.tp_rank == 0
 
 
-def parts_needed(first_stage: bool, last_stage: bool, every_stage_weighs: bool, pixels: bool = True) -> tuple[str, ...]:
-    """Returns the parts that a pipeline stage reads.
-
-    Args:
-        first_stage: The stage embeds tokens and images.
-        last_stage: The stage computes the loss.
-        every_stage_weighs: A load-balancing loss is trained, which routers on all stages weight by the targets.
-        pixels: The first stage encodes images.
-    """
-    parts = ["tokens", *(["pixels"] if pixels else [])] if first_stage else []
-    return (*parts, "labels") if last_stage or every_stage_weighs else tuple(parts)
-
-
 def open_loader(
     config: TrainConfig, place: RankPlace, architecture: Architecture, device: torch.device
 ) -> StreamingLoader:
@@ -116,8 +103,14 @@ def open_loader(
     """
     data, parallel, model = config.data, config.parallel, config.model
     require_data_named(data)
-    weighs = architecture.language.moe is not None and model.moe_aux_loss != 0
     of_tower, shared, on_gpu = place.vision_rank is not None, place.vision_size == 0, device.type == "cuda"
+    # Routers on all stages weight a load-balancing loss by the targets.
+    weighs = architecture.language.moe is not None and model.moe_aux_loss != 0
+    needed = {
+        "tokens": place.first_stage,
+        "pixels": of_tower or (place.first_stage and shared and not model.language_only),
+        "labels": not of_tower and (place.last_stage or weighs),
+    }
     flops = spec_of(architecture).step_flops(architecture, model.mtp is not False, model.freeze)
     try:
         options = LoaderConfig.of(
@@ -137,9 +130,7 @@ def open_loader(
                 "sequence_parallel": parallel.sp,
                 "vision_ranks": place.vision_size,
                 "vision_rank": place.vision_rank,
-                "parts": ("pixels",)
-                if of_tower
-                else parts_needed(place.first_stage, place.last_stage, weighs, shared and not model.language_only),
+                "parts": tuple(part for part, is_needed in needed.items() if is_needed),
                 "num_workers": data.workers,
                 "device": device if on_gpu else None,
             }

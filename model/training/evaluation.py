@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,19 +29,6 @@ from vlmdata.wording import counted
 
 #: Largest number of loader processes per rank for evaluation data. They exist for one evaluation.
 _WORKERS = 2
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """A dataset to evaluate on.
-
-    Attributes:
-        name: Name of the set in logs.
-        loader: Loader of this rank; each pass over it is epoch 0.
-    """
-
-    name: str
-    loader: StreamingLoader
 
 
 @dataclass(frozen=True)
@@ -93,17 +80,17 @@ def open_evaluation_sets(
     architecture: Architecture,
     device: torch.device,
     training: StreamingLoader,
-) -> list[EvaluationSet]:
-    """Opens the datasets of ``data.eval_paths``.
+) -> dict[str, StreamingLoader]:
+    """Opens the datasets of ``data.eval_paths``. Returns this rank's loader of each, by its name in logs.
 
-    They are packed like the training data, but without balance and blend.
+    They are packed like the training data, but without balance and blend. Each pass over one is epoch 0.
 
     Raises:
         ConfigError: If a sample fits no pack.
         ConfigMismatchError: If a set has another tokenizer than the training data.
         DatasetFormatError: If a dataset is missing or unfinished.
     """
-    sets = []
+    sets = {}
     for path, name in zip(config.data.eval_paths, set_names(config.data.eval_paths), strict=True):
         changed: dict[str, Any] = {
             "paths": (path,),
@@ -115,11 +102,10 @@ def open_evaluation_sets(
         }
         data = dataclasses.replace(config.data, **changed)
         try:
-            loader = open_loader(dataclasses.replace(config, data=data), place, architecture, device)
+            sets[name] = open_loader(dataclasses.replace(config, data=data), place, architecture, device)
         except ConfigError as error:
             raise ConfigError(f"data.eval_paths {path}: {error}") from error
-        require_one_tokenizer([*training.datasets, *loader.datasets])
-        sets.append(EvaluationSet(name, loader))
+        require_one_tokenizer([*training.datasets, *sets[name].datasets])
     return sets
 
 
@@ -131,13 +117,13 @@ def set_names(paths: Sequence[str]) -> list[str]:
     return next(found for found in names if len(set(found)) == len(paths))
 
 
-def also_trained_on(sets: Sequence[EvaluationSet], training: StreamingLoader) -> list[str]:
+def also_trained_on(sets: Mapping[str, StreamingLoader], training: StreamingLoader) -> list[str]:
     """Returns a warning for each evaluation set that is also training data."""
     trained = {dataset.manifest.fingerprint for dataset in training.datasets}
     return [
-        f"warning: the evaluation set {each.name} is also training data: its loss says nothing about other data"
-        for each in sets
-        if each.loader.datasets[0].manifest.fingerprint in trained
+        f"warning: the evaluation set {name} is also training data: its loss says nothing about other data"
+        for name, loader in sets.items()
+        if loader.datasets[0].manifest.fingerprint in trained
     ]
 
 
@@ -146,7 +132,7 @@ class Evaluator:
 
     def __init__(
         self,
-        sets: Sequence[EvaluationSet],
+        sets: Mapping[str, StreamingLoader],
         learner: Learner,
         place: RankPlace,
         config: TrainConfig,
@@ -159,7 +145,7 @@ class Evaluator:
         self._device, self._stop_requested = device, stop_requested
         self._capacity = config.data.capacity
         self._most = config.data.global_batch // place.dp_size
-        self._starts = [each.loader.state_dict() for each in sets]
+        self._starts = [loader.state_dict() for loader in sets.values()]
 
     def __call__(self, step: int) -> Evaluation | None:
         """Passes over all sets once. A collective.
@@ -188,19 +174,19 @@ class Evaluator:
         return Evaluation(
             step=step,
             loss=_mean(*total[:2]),
-            losses={each.name: _mean(*row[:2]) for each, row in zip(self._sets, table, strict=True)},
+            losses={name: _mean(*row[:2]) for name, row in zip(self._sets, table, strict=True)},
             mtp_loss=extra.get("mtp_loss"),
             targets=int(total[2]),
-            samples=sum(len(each.loader.datasets[0]) for each in self._sets),
+            samples=sum(len(loader.datasets[0]) for loader in self._sets.values()),
             seconds=time.perf_counter() - begun,
         )
 
     def _pass_over_all(self) -> list[list[float]] | None:
         """Returns the sums of losses, weights and targets for each set; None if a rank was asked to stop."""
         table = []
-        for each, start in zip(self._sets, self._starts, strict=True):
-            found = self._pass_over(each.loader)
-            each.loader.load_state_dict(start)  # ends its workers
+        for loader, start in zip(self._sets.values(), self._starts, strict=True):
+            found = self._pass_over(loader)
+            loader.load_state_dict(start)  # ends its workers
             if found is None:
                 return None
             table.append(found.tolist())

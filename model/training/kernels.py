@@ -8,9 +8,9 @@ from pathlib import Path
 
 from model.architecture import Architecture
 from model.families import architecture_from_hf, preset, spec_of
-from model.kernels.ahead import Kernels, KernelsAhead, can_compile_ahead
-from model.kernels.tower import TowerKernels
-from model.network.settings import ModelSettings, vocabulary_rows
+from model.kernels.ahead import KernelsAhead, can_compile_ahead
+from model.kernels.shapes import Kernels, TowerKernels
+from model.network.settings import vocabulary_rows
 from model.training.settings.config import TrainConfig
 from model.training.settings.model_settings import settings_of
 
@@ -26,11 +26,7 @@ def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
         return None
     if not can_compile_ahead():
         return None
-    kernels = _triton_kernels(config, architecture, settings_of(config, architecture, on_gpu=True))
-    return None if kernels is None else KernelsAhead.of(kernels)
-
-
-def _triton_kernels(config: TrainConfig, architecture: Architecture, settings: ModelSettings) -> Kernels | None:
+    settings = settings_of(config, architecture, on_gpu=True)
     decoder = spec_of(architecture).kernels(architecture, settings, config.data.capacity)
     if decoder is None:
         return None
@@ -38,13 +34,14 @@ def _triton_kernels(config: TrainConfig, architecture: Architecture, settings: M
     tower = TowerKernels(
         vision.num_heads // ranks, vision.head_dim, vision.hidden_size, vision.intermediate_size // ranks
     )
-    return Kernels(
+    kernels = Kernels(
         decoder,
         None if settings.language_only else tower,
         # Tensor-parallel ranks compute cross-entropy with kernels that the first step compiles.
         vocabulary=vocabulary_rows(architecture.language.vocab_size, 1) if settings.tensor_parallel == 1 else None,
         every=settings.tune_kernels,
     )
+    return KernelsAhead(kernels.command())
 
 
 def needs_compiler(config: TrainConfig) -> bool:

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from model.training.checkpoints.folder import newest_in
 from model.training.checkpoints.starting_point import find_start, load_start
 from model.training.damage import name_damage_once, settle_damage
 from model.training.data import RankPlace, endless, open_loader
-from model.training.evaluation import EvaluationSet, Evaluator, also_trained_on, open_evaluation_sets
+from model.training.evaluation import Evaluator, also_trained_on, open_evaluation_sets
 from model.training.optimizer.learner import Learner, build_learner, freeze
 from model.training.processes.agreement import by_leaders, gathered, raise_together, together
 from model.training.processes.failure import ending, say
@@ -38,7 +38,7 @@ from model.training.reports.profiling import Profiler
 from model.training.reports.step_notes import DataWait, MemoryNote, decoded_codecs
 from model.training.settings.config import TrainConfig
 from model.training.settings.model_settings import settings_of
-from model.training.step import LaunchedStep, Stepper, StepResult, digest
+from model.training.step import LaunchedStep, Stepper, StepResult
 from model.training.vision_side import VisionSide, vision_side
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.loader.run_record import RunRecord
@@ -83,8 +83,8 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
             architecture = architecture_of(config, newest)
             loader = stack.enter_context(open_loader(config, place, architecture, device))
             sets = open_evaluation_sets(config, place, architecture, device, loader)
-        for each in sets:
-            stack.enter_context(each.loader)
+        for each in sets.values():
+            stack.enter_context(each)
         # Processes that write in the background do not have moments in host memory
         # (model.training.optimizer.compact_adam).
         suits = device.type == "cuda" and not config.optimizer.offload
@@ -95,7 +95,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
             model = build(config, architecture, place, device)
             trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
-        loaders = {"data": loader} | {f"evaluation data ({each.name})": each.loader for each in sets}
+        loaders = {"data": loader} | {f"evaluation data ({name})": each for name, each in sets.items()}
         vision = vision_side(learner, config, architecture, device, parameter_dtype(config, device), loaders)
         done, notes = load_start(config, architecture, place, checkpoints, start, learner, loader)
         with together():
@@ -150,15 +150,6 @@ def _empty_packs(loader: StreamingLoader) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """A launched step: its number (from 1), its learning rate and its work."""
-
-    number: int
-    lr: float
-    work: LaunchedStep
-
-
 def runs_ahead(device: torch.device, vision: VisionSide | None) -> bool:
     """Whether each step is launched before the previous one is finished.
 
@@ -180,7 +171,7 @@ class _Loop:
         vision: VisionSide | None,
         checkpoints: Checkpoints,
         loader: StreamingLoader,
-        sets: Sequence[EvaluationSet],
+        sets: Mapping[str, StreamingLoader],
         log: RunLog,
         device: torch.device,
     ):
@@ -201,14 +192,13 @@ class _Loop:
         )
         stop = self._interruption.requested
         self._evaluator = Evaluator(sets, learner, place, config, device, stop, vision) if sets else None
-        self._data = tuple(each.loader.datasets[0].manifest.fingerprint for each in sets)
-        peak = peak_flops(device)
-        self._peak = peak
+        self._data = tuple(each.datasets[0].manifest.fingerprint for each in sets.values())
+        self._peak = peak_flops(device)
         trace = Path(config.run.out) / "profile" / f"rank-{place.rank:05d}.json"
         self.profiler = Profiler(config.run.profile, trace, device)
         self._notes = DataWait(config.data.workers, decoded_codecs(loader.datasets)), MemoryNote()
         self._ahead = runs_ahead(device, vision)
-        self._best: Best | None = None
+        self._best = checkpoints.best
         self._saved = -1
         self._loss = float("nan")
 
@@ -217,7 +207,8 @@ class _Loop:
         run = self._config.run
         finished = done >= run.steps
         self._saved = done
-        self._recall_best()
+        for note in self._best.recall(self._data) if run.keep_best else ():
+            self._log.say(note)
         with self._interruption.watched():
             stopped = False
             if finished or (done == 0 and run.eval_every):
@@ -235,17 +226,17 @@ class _Loop:
         """Runs steps. Returns the number of the last step, and whether the run was asked to stop before its end."""
         run, batches = self._config.run, endless(self._loader)
         first, stopped = done + 1, False
-        launched: _Launched | None = self._launch(first, batches)
-        while launched is not None:
-            step, following = launched.number, None
+        step, launched = first, self._launch(first, batches)
+        while True:
+            following = None
             # The first step shows whether all works, so it is finished by itself.
             if step > first and not stopped and self._may_run_ahead_of(step):
                 try:
                     following = self._launch(step + 1, batches)
                 except Exception as error:
-                    self._log_before(error, launched)
+                    self._log_before(error, step, launched)
                     raise
-            result = self._log_finished(launched)
+            result = self._log_finished(step, launched)
             self._settle(step, result)
             # A run that is asked to stop in the last step is complete anyway.
             stopped = (stopped or result.interrupted) and step < run.steps
@@ -256,10 +247,10 @@ class _Loop:
                 if not stopped and self._due(step, run.eval_every) and not self._evaluated(step):
                     stopped = True
                     self._save(step)
-                if not stopped and step < run.steps:
-                    following = self._launch(step + 1, batches)
-            launched = following
-        return step, stopped
+                if stopped or step == run.steps:
+                    return step, stopped
+                following = self._launch(step + 1, batches)
+            step, launched = step + 1, following
 
     def _may_run_ahead_of(self, step: int) -> bool:
         """Whether the next step may be launched before this one is finished. True if nothing is due between them."""
@@ -267,23 +258,22 @@ class _Loop:
         due = self._due(step, run.save_every) or self._due(step, run.eval_every)
         return self._ahead and not (due or self.profiler.covers(step) or self.profiler.covers(step + 1))
 
-    def _launch(self, step: int, batches: Iterator[PackedBatch]) -> _Launched:
-        lr = self._learner.optimizer.param_groups[0]["lr"]
+    def _launch(self, step: int, batches: Iterator[PackedBatch]) -> LaunchedStep:
         with self.profiler.at(step):
-            work = self._stepper.launch(batches)
+            launched = self._stepper.launch(batches)
             if self.profiler.covers(step):
-                work.wait()
-        return _Launched(step, lr, work)
+                launched.wait()
+        return launched
 
-    def _log_finished(self, launched: _Launched) -> StepResult:
+    def _log_finished(self, step: int, launched: LaunchedStep) -> StepResult:
         """Waits for a step and logs it, unless its results are not finite."""
-        result = self._stepper.finish(launched.work)
+        result = self._stepper.finish(launched)
         if not result.not_finite:
             self._loss = result.loss
-            self._log.step(self._report(launched.number, result, launched.lr))
+            self._log.step(StepReport(step, result, self._mfu(result)))
         return result
 
-    def _log_before(self, error: Exception, launched: _Launched) -> None:
+    def _log_before(self, error: Exception, step: int, launched: LaunchedStep) -> None:
         """Logs a step if the launch of the next one failed. Sends no messages, because other ranks may not have failed.
 
         If other ranks have failed, this one may wait for them in vain, so it prints the reason first.
@@ -291,9 +281,9 @@ class _Loop:
         if self._place.world > 1:
             say(error)
         with contextlib.suppress(Exception):  # the launch's error matters
-            result = self._log_finished(launched)
+            result = self._log_finished(step, launched)
             if result.not_finite:
-                self._log.say(f"step {launched.number} gave values that are not finite: {', '.join(result.not_finite)}")
+                self._log.say(f"step {step} gave values that are not finite: {', '.join(result.not_finite)}")
 
     def _settle(self, step: int, result: StepResult) -> None:
         """Handles damage and results that are not finite, and prints what slows the run down. A collective."""
@@ -335,25 +325,18 @@ class _Loop:
             self._log.say(f"the evaluation after step {done} was interrupted")
             return False
         self._log.evaluation(found)
-        better = self._best is None or found.loss < self._best.loss
+        better = self._best.found is None or found.loss < self._best.found.loss
         # Step 0 is not saved: its weights are the initial ones.
         if self._config.run.keep_best and done > 0 and math.isfinite(found.loss) and better:
             self._save(done)
-            self._best = Best(self._checkpoints.path_of(done).name, done, found.loss, self._data)
-            self._checkpoints.best.mark(self._best)
+            self._best.mark(Best(self._checkpoints.path_of(done).name, done, found.loss, self._data))
         return True
-
-    def _recall_best(self) -> None:
-        if self._config.run.keep_best:
-            self._best, notes = self._checkpoints.best.recall(self._data)
-            for note in notes:
-                self._log.say(note)
 
     def _say_end(self, done: int, stopped: bool, finished: bool) -> None:
         run = self._config.run
-        if self._best is not None:
-            best = self._checkpoints.path_of(self._best.step)
-            self._log.say(f"best: step {self._best.step}, evaluation loss {self._best.loss:.4f}, {best}")
+        if (best := self._best.found) is not None:
+            path = self._checkpoints.path_of(best.step)
+            self._log.say(f"best: step {best.step}, evaluation loss {best.loss:.4f}, {path}")
         if stopped:
             command = self._resume_command(done)
             self._log.say(f"interrupted: step {done} is saved in {run.out}; continue with:\n  {command}")
@@ -362,15 +345,16 @@ class _Loop:
         else:
             self._log.say(f"done: step {done} is saved in {run.out}")
 
-    def _report(self, step: int, result: StepResult, lr: float) -> StepReport:
+    def _mfu(self, result: StepResult) -> dict[str, float]:
+        """Returns the shares of the devices' peak, see :class:`StepReport`."""
+        if self._peak is None:
+            return {}
         world, vision = self._place.world, self._config.parallel.vision_gpus
         shares = {"mfu": (result.flops, world)}
         if vision:
             shares["vision_mfu"] = (result.vision_flops, vision)
             shares["language_mfu"] = (result.flops - result.vision_flops, world - vision)
-        peak = self._peak
-        mfu = {} if peak is None else {name: f / result.seconds / (peak * n) for name, (f, n) in shares.items()}
-        return StepReport(step, result.batches[0].epoch, result, lr, mfu, digest(result.batches))
+        return {name: flops / result.seconds / (self._peak * count) for name, (flops, count) in shares.items()}
 
     def _resume_command(self, step: int) -> str:
         world = self._place.world

@@ -23,9 +23,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from model.flops import StepFlops
 from model.metrics import named_means
 from model.parallel.packed import to_device
-from model.parallel.waiting import DeviceMoment
+from model.parallel.waiting import DeviceMoment, DeviceValues
 from model.training.data import RankPlace
-from model.training.device_values import DeviceValues
 from model.training.optimizer.learner import Learner, unwrapped, weight_of_all_ranks
 from model.training.processes.garbage import collect_after_micro_batch, collect_after_step
 from model.training.vision_side import StepImages, VisionSide
@@ -60,6 +59,7 @@ class StepResult:
         language_wait: Longest wait of a rank of the language model for the rows of that tower, in seconds.
         memory_retries: Number of times that PyTorch found no device memory, freed some and allocated again, the maximum
             over ranks.
+        lr: Learning rate.
     """
 
     loss: float
@@ -84,6 +84,7 @@ class StepResult:
     vision_wait: float | None = None
     language_wait: float | None = None
     memory_retries: int = 0
+    lr: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,13 @@ class LaunchedStep:
         counted: Counts of its batches.
         begun: The moment at which the device began it, after the previous step.
         results: Losses of the micro-batches, gradient norm, sums over ranks, additional losses, maxima over ranks.
+        lr: Its learning rate.
     """
 
     counted: _Counted
     begun: DeviceMoment
     results: DeviceValues
+    lr: float
 
     def wait(self) -> None:
         """Waits until the device has finished the step."""
@@ -222,7 +225,7 @@ class Stepper:
         Args:
             batches: At least as many as this rank needs in a step.
         """
-        begun = DeviceMoment(self._device)
+        begun, lr = DeviceMoment(self._device), self._learner.optimizer.param_groups[0]["lr"]
         learner, every = self._learner, 1 if self._place.vision_rank is None else self._place.dp_size
         counted = _Counted(batches, self._flops, every, self._busy)
         for chunk in learner.model:
@@ -238,7 +241,7 @@ class Stepper:
         results = self._launched = self._reduce(losses, counted, grad_norm)
         self._steps += 1
         collect_after_step(self._steps)  # the device is still busy
-        return LaunchedStep(counted, begun, results)
+        return LaunchedStep(counted, begun, results, lr)
 
     def _busy(self) -> bool:
         """Whether the device still works on the step that was launched last."""
@@ -307,6 +310,7 @@ class Stepper:
             masked=frozenset(counted.masked),
             not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
             batches=counted.made(each_loss if self._place.speaks else None),
+            lr=launched.lr,
         )
 
     def _longest_waits(self, vision: VisionSide) -> tuple[float, float]:

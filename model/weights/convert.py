@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch import Tensor
@@ -77,7 +77,7 @@ def to_megatron(
     wanted = hf_names(maps)
     pieces = _pieces(_meta_model(architecture, mtp))
 
-    @lru_cache(maxsize=1)  # the pieces of a parameter are consecutive
+    @functools.lru_cache(maxsize=1)  # the pieces of a parameter are consecutive
     def parameter(name: str) -> Tensor:
         entry = maps[name]
         return entry.to_mcore([files.read(each.name, each.index) for each in entry.sources])
@@ -90,7 +90,9 @@ def to_megatron(
         data: Tensor = piece.data.reshape(_stored_shape(piece))
         return data
 
-    pieces.set_dtypes({ours: _dtype(files, maps[canonical]) for ours, canonical in pieces.canonical.items()})
+    for ours, canonical in pieces.canonical.items():
+        dtypes = (files.dtype(source.name) for source in maps[canonical].sources)
+        pieces.set_dtype(ours, functools.reduce(torch.promote_types, dtypes))
     # Copies, because saving modifies its input.
     state = {name: copy.copy(entry) for name, entry in pieces.state.items()}
     with writing_to(out) as folder:
@@ -152,7 +154,7 @@ def to_hf(
     require_none(_key_differences(pieces, {key: tuple(each.size) for key, each in stored.items()}), source)
     by_canonical = {canonical: ours for ours, canonical in pieces.canonical.items()}
 
-    @lru_cache(maxsize=1)  # q, k and v are one parameter and are consecutive
+    @functools.lru_cache(maxsize=1)  # q, k and v are one parameter and are consecutive
     def parameter(canonical: str) -> list[Tensor]:
         with reading_from(source):
             loaded = pieces.load(by_canonical[canonical], reader, stored)
@@ -192,19 +194,18 @@ def to_hf(
 
 
 def read_architecture(folder: Path, ignore: Collection[str] = ()) -> Architecture:
-    """Reads the architecture of a folder of weights, without the fields of its ``config.json`` to ignore."""
-    return architecture_in(folder / CONFIG, read_config(folder), ignore)
+    """Reads the architecture of a folder of weights, from its ``config.json``, or a training run's ``run.json``.
 
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the config of a folder of weights: ``config.json``, or a training run's ``run.json``."""
-    if not (folder / "run.json").exists():
-        return read_json(folder / CONFIG)
-    state = read_json(folder / "run.json")
+    Fields of ``config.json`` to ignore are left out.
+    """
+    run = folder / "run.json"
+    if not run.exists():
+        return architecture_in(folder / CONFIG, read_json(folder / CONFIG), ignore)
     try:
-        return dict(state["architecture"])
+        config = dict(read_json(run)["architecture"])
     except (KeyError, TypeError, ValueError) as error:
-        raise WeightsError(f"{folder / 'run.json'}: it does not describe the model of the weights") from error
+        raise WeightsError(f"{run}: it does not describe the model of the weights") from error
+    return architecture_in(folder / CONFIG, config, ignore)
 
 
 @dataclass(frozen=True)
@@ -241,16 +242,16 @@ class _ParameterPieces:
         entry = self.state[name]
         if not isinstance(entry, ShardedTensorFactory):
             return _read(entry, reader, stored[entry.key])
-        merged: Tensor = entry.merge_fn(_mapped(entry.build(), lambda piece: _read(piece, reader, stored[piece.key])))
+        read = dict_list_map_outplace(lambda piece: _read(piece, reader, stored[piece.key]), entry.build())
+        merged: Tensor = entry.merge_fn(read)
         return merged
 
-    def set_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Sets the dtype in which each parameter is stored."""
-        for name, dtype in dtypes.items():
-            entry = self.state[name]
-            entry.data = entry.data.to(dtype)
-            if isinstance(entry, ShardedTensor):
-                entry.dtype = dtype
+    def set_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """Sets the dtype in which a parameter is stored."""
+        entry = self.state[name]
+        entry.data = entry.data.to(dtype)
+        if isinstance(entry, ShardedTensor):
+            entry.dtype = dtype
 
 
 def _pieces(model: torch.nn.Module) -> _ParameterPieces:
@@ -284,13 +285,6 @@ def _owners(maps: Mapping[str, ParameterMap]) -> dict[str, list[tuple[str, int, 
     return {name: sorted(found, key=lambda each: each[2] or 0) for name, found in owners.items()}
 
 
-def _dtype(files: HfTensors, entry: ParameterMap) -> torch.dtype:
-    dtypes = [files.dtype(source.name) for source in entry.sources]
-    for other in dtypes[1:]:
-        dtypes[0] = torch.promote_types(dtypes[0], other)
-    return dtypes[0]
-
-
 def _key_differences(pieces: _ParameterPieces, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
     wanted = {}
     for name in dict.fromkeys(owner for owner, _ in pieces.where.values()):
@@ -300,16 +294,6 @@ def _key_differences(pieces: _ParameterPieces, stored: Mapping[str, tuple[int, .
             elif piece.key in stored:  # the vocabulary, padded differently in other layouts
                 wanted[piece.key] = stored[piece.key]
     return differences(wanted, {key: shape for key, shape in stored.items() if not key.startswith("optimizer.")})
-
-
-def _mapped(built: Any, function: Callable[[ShardedTensor], Tensor]) -> Any:
-    if isinstance(built, ShardedTensor):
-        return function(built)
-    if isinstance(built, dict):
-        return {key: _mapped(each, function) for key, each in built.items()}
-    if isinstance(built, list | tuple):
-        return type(built)(_mapped(each, function) for each in built)
-    return built
 
 
 def _read(piece: ShardedTensor, reader: StorageReader, stored: TensorStorageMetadata) -> Tensor:

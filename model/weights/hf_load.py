@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -20,18 +19,6 @@ _IGNORED = ("rotary_emb.inv_freq",)
 _PREDICTION = "mtp."
 #: Prefix of the vision tower's canonical names, and of its keys in a distributed checkpoint.
 TOWER = "vision."
-
-
-@dataclass(frozen=True)
-class ModelPart:
-    """The part of the weights that a rank holds."""
-
-    tensor_rank: int  # tensor-parallel rank
-    tensor_parallel: int  # tensor-parallel size
-    vision_parallel: int | None  # tensor-parallel size of the vision tower: 1, or None for the same size
-    #: Whether to load multi-token prediction. If False, the folder need not contain it, and the model keeps its own
-    #: values.
-    predicts: bool
 
 
 def holds_prediction(files: HfTensors) -> bool:
@@ -55,24 +42,34 @@ def table_of(files: HfTensors, architecture: Architecture, *, mtp: bool, rows: i
     return maps
 
 
-def fill_from_folder(model: nn.Module, folder: Path, architecture: Architecture, part: ModelPart) -> int:
+def fill_from_folder(
+    model: nn.Module,
+    folder: Path,
+    architecture: Architecture,
+    *,
+    tensor_rank: int = 0,
+    tensor_parallel: int = 1,
+    vision_parallel: int | None = None,
+    predicts: bool = False,
+) -> int:
     """Fills this rank's parameters of an unwrapped model from a folder's ``*.safetensors``. Returns the tensors' bytes.
 
-    The files are memory-mapped, and one parameter at a time is assembled and sharded. Uses no collectives. A
-    WeightsError if the files hold another model, or cannot be read.
+    The files are memory-mapped, and one parameter at a time is assembled and sharded. Sizes are those of
+    :func:`load_from_hf`. Without ``predicts``, the folder need not contain multi-token prediction, and the model keeps
+    its own values. Uses no collectives. A WeightsError if the files hold another model, or cannot be read.
     """
     files = HfTensors(folder)
-    rows = vocabulary_rows(architecture.language.vocab_size, part.tensor_parallel)
+    rows = vocabulary_rows(architecture.language.vocab_size, tensor_parallel)
     table_of(files, architecture, mtp=holds_prediction(files), rows=rows)
     maps = spec_of(architecture).parameter_maps(architecture, vocab_rows=rows, stored=files.shapes)
     load_from_hf(
         model,
         maps,
         lambda source: files.read(source.name, source.index),
-        tensor_rank=part.tensor_rank,
-        tensor_parallel=part.tensor_parallel,
-        vision_parallel=part.vision_parallel,
-        leave=() if part.predicts else ("language.predictor.",),
+        tensor_rank=tensor_rank,
+        tensor_parallel=tensor_parallel,
+        vision_parallel=vision_parallel,
+        leave=() if predicts else ("language.predictor.",),
     )
     return sum(files.bytes(name) for name in files.tensors)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,20 +32,25 @@ class SourceTensor:
         return tensor if self.index is None else tensor[self.index]
 
 
+def only(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the single tensor."""
+    (tensor,) = tensors
+    return tensor
+
+
 @dataclass(frozen=True)
 class ParameterMap:
-    """Conversion and sharding of one parameter."""
+    """Conversion and sharding of one parameter. By default, the parameter equals its one source."""
 
     name: str  # canonical name
     shape: Shape  # shape of the parameter without tensor parallelism
     sources: tuple[SourceTensor, ...]  # tensors that form the parameter
     #: Converts the sources (their entries, in order) to the parameter.
-    to_mcore: Callable[[Sequence[Tensor]], Tensor]
-    to_hf: Callable[[Tensor], list[Tensor]]  # the inverse of ``to_mcore``
+    to_mcore: Callable[[Sequence[Tensor]], Tensor] = only
+    to_hf: Callable[[Tensor], list[Tensor]] = lambda parameter: [parameter]  # the inverse of ``to_mcore``
     shard_dim: int | None = None  # axis that tensor parallelism shards; None for a parameter that every rank holds
     #: Lengths of the parts of that axis that are sharded separately; empty to shard the whole axis.
     sections: tuple[int, ...] = ()
-    expert: int | None = None  # Global number of the parameter's expert
 
     def shard(self, parameter: Tensor, rank: int, size: int) -> Tensor:
         """Returns the shard of a tensor-parallel rank."""
@@ -127,16 +131,13 @@ def _entry(maps: Mapping[str, ParameterMap], name: str) -> ParameterMap:
     return maps[name]
 
 
-def _later(first: int, number: re.Match[str]) -> str:
-    return str(int(number[0]) + first)
-
-
 def _canonical(name: str, layers: Mapping[str, int], experts: Mapping[str, int]) -> str:
     for prefix, first in experts.items():
         if name.startswith(f"{prefix}.experts."):
             # Grouped experts (Transformer Engine): linear_fc1.weight3; one by one: local_experts.3.linear_fc1.weight.
             name = re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
-            name = re.sub(r"(?<=local_experts\.)\d+", partial(_later, first), name)
+            if number := re.search(r"(?<=local_experts\.)\d+", name):
+                name = f"{name[: number.start()]}{int(number[0]) + first}{name[number.end() :]}"
     found = re.match(r"language\.decoder\.layers\.\d+", name)
     if found:
         name = f"language.decoder.layers.{layers[found[0]]}{name[found.end() :]}"
@@ -145,55 +146,16 @@ def _canonical(name: str, layers: Mapping[str, int], experts: Mapping[str, int])
     return re.sub(r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight", name)
 
 
-# Conversions. Every function takes and returns whole parameters.
-
-
-def only(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the single tensor."""
-    (tensor,) = tensors
-    return tensor
-
-
-def join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenates tensors along the first axis."""
-    return torch.cat(list(tensors))
-
-
-def parts(sizes: tuple[int, ...], parameter: Tensor) -> list[Tensor]:
-    """Inverse of :func:`join`: splits into pieces of these lengths."""
-    return list(parameter.split(sizes))
-
-
-def reshape(shape: Shape, tensors: Sequence[Tensor]) -> Tensor:
-    """Reshapes the single tensor."""
-    return only(tensors).reshape(shape)
-
-
-def reshape_back(shape: Shape, parameter: Tensor) -> list[Tensor]:
-    """Inverse of :func:`reshape`."""
-    return [parameter.reshape(shape)]
-
-
-def fill(rows: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Pads the single table with zero rows."""
-    table = only(tensors)
-    return torch.cat([table, table.new_zeros(rows - table.shape[0], table.shape[1])])
-
-
-def trim(rows: int, parameter: Tensor) -> list[Tensor]:
-    """Inverse of :func:`fill`."""
-    return [parameter[:rows]]
-
-
 def same(
     name: str, source: str, shape: Shape, shard_dim: int | None = None, sections: tuple[int, ...] = ()
 ) -> ParameterMap:
     """Maps a parameter to an identical tensor."""
-    return ParameterMap(name, shape, (SourceTensor(source, shape),), only, lambda x: [x], shard_dim, sections)
+    return ParameterMap(name, shape, (SourceTensor(source, shape),), shard_dim=shard_dim, sections=sections)
 
 
 def joined(name: str, sources: Sequence[tuple[str, int]], rest: Shape, sections: tuple[int, ...]) -> ParameterMap:
     """Maps a parameter to several concatenated tensors, sharded by section."""
-    sizes = tuple(rows for _, rows in sources)
+    sizes = [rows for _, rows in sources]
     tensors = tuple(SourceTensor(source, (rows, *rest)) for source, rows in sources)
-    return ParameterMap(name, (sum(sizes), *rest), tensors, join, partial(parts, sizes), 0, sections)
+    shape = (sum(sizes), *rest)
+    return ParameterMap(name, shape, tensors, lambda x: torch.cat([*x]), lambda x: [*x.split(sizes)], 0, sections)

@@ -56,10 +56,9 @@ def reading_from(source: Path) -> Iterator[None]:
                 f"{source} was removed while it was read, as a run removes old checkpoints (run.keep). Convert "
                 "a newer one"
             ) from error
-        text = next((f": {line.strip()}" for line in str(cause).splitlines() if line.strip()), "")
         raise WeightsError(
-            f"{source} cannot be read; its files seem damaged: {type(cause).__name__}{text}. Use another checkpoint, "
-            "or restore this one"
+            f"{source} cannot be read; its files seem damaged: {described(cause)}. Use another checkpoint, or restore "
+            "this one"
         ) from error
 
 
@@ -86,6 +85,12 @@ def _explained(folder: Path, out: Path) -> Iterator[None]:
             f"{out} could not be written: {refusal}; {free:,.1f} MB free. Nothing was left there. Free space, fix "
             "permissions or choose another --out"
         ) from error
+
+
+def described(error: BaseException) -> str:
+    """Formats an error as one line: its kind, and the first line of its text."""
+    first = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _cause(error: BaseException) -> BaseException:

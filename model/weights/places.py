@@ -10,6 +10,11 @@ TEMPORARY = ".vlmdata-convert"
 _STEP = re.compile(r"step-\d{8}")
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Lists complete checkpoints of a run, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if _STEP.fullmatch(path.name))
+
+
 def newest_checkpoint_in(folder: Path) -> Path | None:
     """Returns the newest complete checkpoint of a run, given its folder or the one of its checkpoints.
 
@@ -17,9 +22,8 @@ def newest_checkpoint_in(folder: Path) -> Path | None:
     """
     if (folder / ".metadata").exists() or any(folder.glob("*.safetensors")):
         return None
-    found = [path for place in (folder, folder / "checkpoints") for path in place.glob("step-*")]
-    complete = [path for path in found if _STEP.fullmatch(path.name) and (path / ".metadata").exists()]
-    return max(complete, key=lambda path: path.name, default=None)
+    found = [path for place in (folder, folder / "checkpoints") for path in checkpoints_in(place)]
+    return max((path for path in found if (path / ".metadata").exists()), key=lambda path: path.name, default=None)
 
 
 def temporary_of(out: Path) -> Path:

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from model.architecture import VisionArchitecture
-from model.weights.mapping import ParameterMap, SourceTensor, only, reshape, reshape_back, same
+from model.weights.mapping import ParameterMap, SourceTensor, only, same
 
 #: Name prefix of the tower's tensors.
 VISUAL = "model.visual."
@@ -23,9 +23,10 @@ def vision_maps(vision: VisionArchitecture) -> list[ParameterMap]:
     kernel = (width, vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     flat = (width, vision.patch_values)
     source = SourceTensor(f"{VISUAL}patch_embed.proj.weight", kernel)
-    to_mcore, to_hf = partial(reshape, flat), partial(reshape_back, kernel)
     maps = [
-        ParameterMap("vision.patch_embed.weight", flat, (source,), to_mcore, to_hf),
+        ParameterMap(
+            "vision.patch_embed.weight", flat, (source,), lambda x: only(x).reshape(flat), lambda x: [x.reshape(kernel)]
+        ),
         same("vision.patch_embed.bias", f"{VISUAL}patch_embed.proj.bias", (width,)),
         same("vision.pos_embed.weight", f"{VISUAL}pos_embed.weight", (vision.num_position_embeddings, width)),
     ]
@@ -37,9 +38,9 @@ def vision_maps(vision: VisionArchitecture) -> list[ParameterMap]:
             source = SourceTensor(f"{theirs}attn.qkv.{kind}", shape)
             to_mcore, to_hf = partial(_by_head, vision.num_heads), partial(_by_head_back, vision.num_heads)
             maps.append(ParameterMap(f"{ours}qkv.{kind}", shape, (source,), to_mcore, to_hf, 0))
-        maps += _row_parallel(ours + "proj", theirs + "attn.proj", width, width)
-        maps += _column_parallel(ours + "linear_fc1", theirs + "mlp.linear_fc1", width, wide)
-        maps += _row_parallel(ours + "linear_fc2", theirs + "mlp.linear_fc2", wide, width)
+        maps += _linear(ours + "proj", theirs + "attn.proj", (width, width), 1)
+        maps += _linear(ours + "linear_fc1", theirs + "mlp.linear_fc1", (wide, width), 0)
+        maps += _linear(ours + "linear_fc2", theirs + "mlp.linear_fc2", (width, wide), 1)
     maps += _merger_maps("vision.merger.", f"{VISUAL}merger.", vision, width)
     for number in range(len(vision.deepstack_layers)):
         theirs = f"{VISUAL}deepstack_merger_list.{number}."
@@ -51,8 +52,8 @@ def _merger_maps(ours: str, theirs: str, vision: VisionArchitecture, normed: int
     merged = vision.hidden_size * vision.merge_unit
     return [
         *_affine_pair(ours + "norm", theirs + "norm", normed),
-        *_column_parallel(ours + "linear_fc1", theirs + "linear_fc1", merged, merged),
-        *_row_parallel(ours + "linear_fc2", theirs + "linear_fc2", merged, vision.out_hidden_size),
+        *_linear(ours + "linear_fc1", theirs + "linear_fc1", (merged, merged), 0),
+        *_linear(ours + "linear_fc2", theirs + "linear_fc2", (vision.out_hidden_size, merged), 1),
     ]
 
 
@@ -60,15 +61,10 @@ def _affine_pair(ours: str, theirs: str, width: int) -> list[ParameterMap]:
     return [same(f"{ours}.{kind}", f"{theirs}.{kind}", (width,)) for kind in ("weight", "bias")]
 
 
-def _column_parallel(ours: str, theirs: str, width: int, out: int) -> list[ParameterMap]:
-    return [
-        same(f"{ours}.weight", f"{theirs}.weight", (out, width), 0),
-        same(f"{ours}.bias", f"{theirs}.bias", (out,), 0),
-    ]
-
-
-def _row_parallel(ours: str, theirs: str, width: int, out: int) -> list[ParameterMap]:
-    return [same(f"{ours}.weight", f"{theirs}.weight", (out, width), 1), same(f"{ours}.bias", f"{theirs}.bias", (out,))]
+def _linear(ours: str, theirs: str, shape: tuple[int, int], shard_dim: int) -> list[ParameterMap]:
+    """Returns weight and bias of a column-parallel layer (axis 0) or a row-parallel one, whose bias is whole."""
+    weight = same(f"{ours}.weight", f"{theirs}.weight", shape, shard_dim)
+    return [weight, same(f"{ours}.bias", f"{theirs}.bias", shape[:1], None if shard_dim else 0)]
 
 
 def _by_head(heads: int, tensors: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ the data's text would teach something that is not in the data. So every row is c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -14,9 +15,9 @@ import numpy as np
 from preprocess.chat.render import Rendered, Renderer
 from preprocess.chat.targets import Tokens, Turn
 from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.conversation import Conversation, Message, TextPart
+from preprocess.conversation import Conversation, ImagePart, MediaPart, Message, TextPart, VideoPart
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.families.chat import IMAGE
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
@@ -39,7 +40,7 @@ def require_conversation(
         times = counted(int((tokens.ids == begin).sum()), "time")
         raise template_error(f"wrote {tokenizer.family.chat.begin} {times}; the text must begin with one")
     _require_headers(text, tokens, tokenizer, learned)
-    _require_images(tokens, tokenizer, len(conversation.images))
+    _require_items(conversation.media, tokens, tokenizer)
     for message in conversation.messages:
         if message.role == "system" and missing_piece([message.text], text) is not None:
             raise template_error(f"left out the system prompt {excerpt(message.text, 60)!r}")
@@ -99,22 +100,45 @@ def _require_headers(text: str, tokens: Tokens, tokenizer: ChatTokenizer, learne
             )
 
 
-def _require_images(tokens: Tokens, tokenizer: ChatTokenizer, images: int) -> None:
-    """Checks for one placeholder per image, each between the family's marks, and no further marks."""
-    image, ids = tokenizer.info.items[IMAGE], tokens.ids
-    at = np.flatnonzero(ids == image.token)
-    if len(at) != images:
-        raise template_error(f"wrote {counted(len(at), 'image placeholder')} for {counted(images, 'image')}")
-    marks = {mark: int((ids == mark).sum()) for mark in (*image.before, *image.after)}
-    around = np.arange(len(image.ids)) + at[:, None] - len(image.before)
-    inside = not images or (around[0, 0] >= 0 and around[-1, -1] < len(ids))
-    if set(marks.values()) - {images} or not inside or (ids[around] != image.ids).any():
-        spell = tokenizer.hf.convert_ids_to_tokens
-        found = " and ".join(f"{count} {spell(mark)}" for mark, count in marks.items())
-        raise template_error(
-            f"wrote {found} around {counted(images, 'image placeholder')}; each {tokenizer.image_text} must be "
-            f"directly between the two, as models of the family {tokenizer.family.name} require"
-        )
+def _require_items(media: Sequence[MediaPart], tokens: Tokens, tokenizer: ChatTokenizer) -> None:
+    """Checks for the placeholders of each item, each between the family's marks, and no further marks."""
+    expected = Counter[int]()  # of each mark
+    for kind, found in tokenizer.info.items.items():
+        parts = [part for part in media if kind_of(part) == kind]
+        blocks = sum(map(blocks_in_text, parts))
+        if len(at := np.flatnonzero(tokens.ids == found.token)) != blocks:
+            wanted = counted(len(parts), kind) + (f" with {blocks} times" if blocks != len(parts) else "")
+            raise template_error(f"wrote {counted(len(at), f'{kind} placeholder')} for {wanted}")
+        # The template's own marks enclose the blocks of a video.
+        pairs = blocks + sum(isinstance(part, VideoPart) and bool(part.seconds) for part in parts)
+        expected.update(dict.fromkeys(dict.fromkeys((*found.before, *found.after)), pairs))
+        around = np.arange(len(found.ids)) + at[:, None] - len(found.before)
+        inside = not blocks or (around[0, 0] >= 0 and around[-1, -1] < len(tokens.ids))
+        if not inside or (tokens.ids[around] != found.ids).any():
+            raise _wrong_marks(kind, blocks, tokens, tokenizer)
+    for kind, found in tokenizer.info.items.items():
+        if any(int((tokens.ids == mark).sum()) != expected[mark] for mark in (*found.before, *found.after)):
+            raise _wrong_marks(kind, int((tokens.ids == found.token).sum()), tokens, tokenizer)
+
+
+def kind_of(part: MediaPart) -> str:
+    """Returns the kind of an item."""
+    return IMAGE if isinstance(part, ImagePart) else VIDEO
+
+
+def blocks_in_text(part: MediaPart) -> int:
+    """Returns the number of placeholders of an item in the text."""
+    return len(part.seconds) or 1 if isinstance(part, VideoPart) else 1
+
+
+def _wrong_marks(kind: str, blocks: int, tokens: Tokens, tokenizer: ChatTokenizer) -> RowRejected:
+    item, spell = tokenizer.info.items[kind], tokenizer.hf.convert_ids_to_tokens
+    counts = {mark: int((tokens.ids == mark).sum()) for mark in (*item.before, *item.after)}
+    found = " and ".join(f"{count} {spell(mark)}" for mark, count in counts.items())
+    return template_error(
+        f"wrote {found} around {counted(blocks, f'{kind} placeholder')}; each {spell(item.token)} must be "
+        f"directly between the two, as models of the family {tokenizer.family.name} require"
+    )
 
 
 def _stretches(conversation: Conversation) -> Iterator[tuple[list[Message], Message | None]]:
@@ -145,14 +169,15 @@ def _require_stretch(
     start = turns[number - 1].stop if number else 0
     stop = turns[number].body if answer is not None else len(text)
     first, last = np.searchsorted(tokens.starts, [start, stop]).tolist()
-    images = int((tokens.ids[first:last] == tokenizer.info.image).sum())
-    expected = sum(1 for message in before for _ in message.images)
     where = f"before assistant turn {number + 1}" if answer is not None else "after the last assistant turn"
-    if images != expected:
-        raise template_error(
-            f"wrote {counted(images, 'image placeholder')} {where}, where the messages have "
-            f"{counted(expected, 'image')}"
-        )
+    for kind, token in tokenizer.placeholders.items():
+        found = int((tokens.ids[first:last] == token).sum())
+        parts = [part for message in before for part in message.media if kind_of(part) == kind]
+        if found != sum(map(blocks_in_text, parts)):
+            raise template_error(
+                f"wrote {counted(found, f'{kind} placeholder')} {where}, where the messages have "
+                f"{counted(len(parts), kind)}"
+            )
     said = [
         part.text
         for message in before

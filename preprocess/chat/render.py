@@ -16,8 +16,9 @@ from typing import Any
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import SpecialText
-from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
+from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, TextPart, VideoPart
 from preprocess.reject import RowRejected, excerpt
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
@@ -56,7 +57,7 @@ class Renderer:
             _require_encodable(text, where)
         if not any(self._opening.search(text) for _, text in strings):
             text = self._apply(conversation, lambda text: text)
-            return self._with_images(Rendered(text, self._spans(text)))
+            return self._with_items(Rendered(text, self._spans(text)), conversation)
         marker = _unused_character(text for _, text in strings)
         broken = self._apply(conversation, lambda text: self._opening.sub(lambda m: m[0] + marker, text))
         text = broken.replace(marker, "")
@@ -67,12 +68,19 @@ class Renderer:
         forged = tuple(span for span in spans if span not in written)
         if forged and self.special_text is SpecialText.REJECT:
             raise self._forgery(text, forged)
-        return self._with_images(Rendered(text, genuine, forged))
+        return self._with_items(Rendered(text, genuine, forged), conversation)
 
-    def _with_images(self, rendered: Rendered) -> Rendered:
-        """Replaces the token that the template wrote for each image by all tokens of an image, with their margins."""
-        if (written := self.tokenizer.written_image) is None:
+    def _with_items(self, rendered: Rendered, conversation: Conversation) -> Rendered:
+        """Replaces what the template wrote for items by all their tokens, as transformers' processors do.
+
+        The token of an image becomes all tokens of an image with their margins, if the template writes one of them. The
+        placeholder of a video becomes a block for each temporal patch, if the family tells their times.
+        """
+        videos = [part for part in conversation.media if isinstance(part, VideoPart) and part.seconds]
+        written, video = self.tokenizer.written_image, self.tokenizer.captioned_video if videos else None
+        if written is None and video is None:
             return rendered
+        following = iter(videos)
         made, plain, cursor = _Pieces(self.tokenizer), [], 0
         for start, stop in sorted((*rendered.reserved_spans, *rendered.plain_spans)):
             made.add(rendered.text[cursor:start])
@@ -82,6 +90,8 @@ class Renderer:
                 made.add(piece)
             elif piece == written:
                 made.add_image()
+            elif piece == video and (part := next(following, None)) is not None:
+                made.add_video(part.seconds)
             else:
                 made.add_token(piece)
         made.add(rendered.text[cursor:])
@@ -106,7 +116,7 @@ class Renderer:
         for part in document.parts:
             if isinstance(part, ImagePart):
                 made.add_image()
-            else:
+            elif isinstance(part, TextPart):
                 made.add(part.text)
         made.add_token(spell(info.end_of_text))
         text, written = made.text, set(made.spans)
@@ -179,9 +189,17 @@ class _Pieces:
     def add_image(self) -> None:
         margin = self._tokenizer.family.image.margin
         self.add(margin)
-        for token in self._tokenizer.image_tokens:
+        for token in self._tokenizer.item_texts(IMAGE):
             self.add_token(token)
         self.add(margin)
+
+    def add_video(self, seconds: Sequence[float]) -> None:
+        """Adds a block for each temporal patch, at these times."""
+        tokens, caption = self._tokenizer.item_texts(VIDEO), self._tokenizer.family.expansion(VIDEO).caption
+        for each in seconds:
+            self.add(caption.format(seconds=each))
+            for token in tokens:
+                self.add_token(token)
 
 
 def _template_message(message: Message, edit: Callable[[str], str]) -> dict[str, Any]:
@@ -189,16 +207,19 @@ def _template_message(message: Message, edit: Callable[[str], str]) -> dict[str,
     if all(isinstance(part, TextPart) for part in message.parts):
         content = edit(message.text)
     else:
-        content = [
-            {"type": "text", "text": edit(part.text)} if isinstance(part, TextPart) else {"type": "image"}
-            for part in message.parts
-        ]
+        content = [_template_part(part, edit) for part in message.parts]
     rendered: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:
         rendered["reasoning_content"] = edit(message.reasoning)
     if message.tool_calls:
         rendered["tool_calls"] = [{"type": "function", "function": _edit(call, edit)} for call in message.tool_calls]
     return rendered
+
+
+def _template_part(part: ContentPart, edit: Callable[[str], str]) -> dict[str, str]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": edit(part.text)}
+    return {"type": IMAGE if isinstance(part, ImagePart) else VIDEO}
 
 
 def _edit(value: Any, edit: Callable[[str], str]) -> Any:

@@ -20,7 +20,7 @@ from preprocess.config import EMBEDDED
 from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
 from vlmdata.families import DEFAULT_FAMILY, REGISTRY, Family, family
-from vlmdata.families.chat import IMAGE
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.tokenizer_files import fingerprint_of
 from vlmdata.format.tokenizer_info import (
     ItemTokens,
@@ -74,15 +74,25 @@ class ChatTokenizer:
         return str(self.hf.convert_ids_to_tokens(self.info.image))
 
     @cached_property
-    def image_tokens(self) -> tuple[str, ...]:
-        """Texts of the tokens of an image, with one placeholder."""
-        return tuple(self.hf.convert_ids_to_tokens(list(self.info.items[IMAGE].ids)))
+    def placeholders(self) -> dict[str, int]:
+        """Id of the placeholder of each kind of items."""
+        return {kind: tokens.token for kind, tokens in self.info.items.items()}
+
+    def item_texts(self, kind: str) -> tuple[str, ...]:
+        """Texts of the tokens of an item, with one placeholder."""
+        return tuple(self.hf.convert_ids_to_tokens(list(self.info.items[kind].ids)))
 
     @property
     def written_image(self) -> str | None:
         """Text of the token that the template writes for an image; None if it writes all of them."""
         image = self.family.image
-        return self.image_tokens[image.texts.index(image.written)] if image.written else None
+        return self.item_texts(IMAGE)[image.texts.index(image.written)] if image.written else None
+
+    @property
+    def captioned_video(self) -> str | None:
+        """Text of the placeholder that the template writes for a video; None if the family tells no times."""
+        captioned = any(each.kind == VIDEO and each.caption for each in self.family.items)
+        return str(self.hf.convert_ids_to_tokens(self.info.items[VIDEO].token)) if captioned else None
 
     @cached_property
     def reserved_ids(self) -> npt.NDArray[np.int64]:

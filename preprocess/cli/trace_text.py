@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message
+from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, VideoPart
 from preprocess.encode import EncodedImage, EncodedSample
 from preprocess.reject import RowRejected
 from preprocess.run.trace import TracedCandidate, TracedRow
@@ -128,6 +128,8 @@ def _content(message: Message, images: Iterator[EncodedImage]) -> Iterator[tuple
 def _part(part: ContentPart, images: Iterator[EncodedImage], remark: str) -> tuple[Any, str]:
     if isinstance(part, ImagePart):
         return data(f"image {part.field}"), _sizes(part, next(images, None))
+    if isinstance(part, VideoPart):
+        return data(f"video {part.field}"), ""
     return data(part.text, limit=_PART), remark
 
 

@@ -51,7 +51,7 @@ def encode_document(
         raise _overlong(len(ids) - len(parts) + tokens_of_images, len(parts), config)
     images = encode_images(parts, config)
     learned = ~np.isin(ids, info.items[IMAGE].ids)
-    tokens = WeightedTokens(ids, learned * np.float32(weight)).with_images(images, info.image)
+    tokens = WeightedTokens(ids, learned * np.float32(weight)).with_items(images, config.model_family, info)
     token_counts = np.array([sum(view.tokens for view in views) for views in images], dtype=np.int64)
     starts = locate_images(tokens.ids, token_counts, info.image).tolist()
     before, after = (len(marks) for marks in (info.items[IMAGE].before, info.items[IMAGE].after))

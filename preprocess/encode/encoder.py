@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.chat.agreement import (
+    blocks_in_text,
     dropped_reasoning,
     is_unlike_inference,
+    kind_of,
     require_conversation,
     require_reserved,
     template_error,
@@ -20,13 +22,14 @@ from preprocess.chat.render import Rendered, Renderer
 from preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
 from preprocess.chat.tokenizer import ChatTokenizer, require_length
 from preprocess.config import Overlong, PreprocessConfig, TrainThink, TrainTurns
-from preprocess.conversation import Conversation, Document, Message
+from preprocess.conversation import Conversation, Document, Message, VideoPart
 from preprocess.encode.document import encode_document
-from preprocess.encode.image import encode_images, image_tokens
+from preprocess.encode.items import Plans, encode_items, item_tokens
 from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample, turn_weights
+from preprocess.encode.video import planned
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
-from vlmdata.wording import counted
+from vlmdata.wording import counted, with_article
 
 
 class Encoder:
@@ -50,6 +53,8 @@ class Encoder:
         Raises:
             RowRejected: If nothing of it can be encoded.
         """
+        if isinstance(made, Conversation) and any(isinstance(part, VideoPart) for part in made.media):
+            raise RowRejected(Reason.UNSUPPORTED_CONTENT, "a video in the conversation; shards hold images only")
         encoded: Sequence[EncodedSample | RowRejected]
         if isinstance(made, Conversation):
             encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
@@ -68,7 +73,8 @@ class Encoder:
             RowRejected: If the conversation cannot be encoded.
         """
         self._require_known_keys(conversation)
-        return self._encode(conversation, [])
+        _check_turns(conversation)
+        return self._encode(*planned(conversation, self.config), [])
 
     def _encode_each(self, conversation: Conversation) -> list[EncodedSample | RowRejected]:
         """Encodes a sample for each learned turn: the conversation up to it. All share their images.
@@ -81,6 +87,8 @@ class Encoder:
         answers = list(up_to_answers(conversation))
         if conversation.loss_weight == 0 or all(answer.loss_weight == 0 for answer, _ in answers):
             turn_weights(conversation, TrainTurns.ALL)  # refuses it
+        conversation, plans = planned(conversation, self.config)
+        answers = list(up_to_answers(conversation))
         images: list[Views] = []
         made: list[EncodedSample | RowRejected] = []
         for number, (answer, up_to) in enumerate(answers, start=1):
@@ -92,14 +100,14 @@ class Encoder:
                 made.append(error)
                 continue
             try:
-                made.append(self._encode(up_to, images))
+                made.append(self._encode(up_to, plans, images))
             except RowRejected as error:
                 where = f"assistant turn {number} of {len(answers)}: " if len(answers) > 1 else ""
                 made.append(RowRejected(error.reason, where + error.message))
         return made
 
-    def _encode(self, conversation: Conversation, images: list[Views]) -> EncodedSample:
-        """Encodes one conversation; ``images`` has the first of its images, and gets the others."""
+    def _encode(self, conversation: Conversation, plans: Plans, images: list[Views]) -> EncodedSample:
+        """Encodes one conversation; ``images`` has the first of its images and videos, and gets the others."""
         _check_turns(conversation)
         weights = turn_weights(conversation, self.config.train_turns)
         _check_answers(conversation, weights)
@@ -108,11 +116,12 @@ class Encoder:
         spans = target_spans(tokens, turns, weights, self.config.train_think, rendered.text)
         dropped = self._dropped_reasoning(conversation, rendered.text, turns)
         # Their sizes next: neither do samples that are too long.
-        text, parts = len(tokens.ids), conversation.images
-        placeholders = image_tokens(parts, self.config, more_than=self.config.max_length - text + len(parts))
+        text, parts = len(tokens.ids), conversation.media
+        written = sum(map(blocks_in_text, parts))
+        placeholders = item_tokens(parts, plans, self.config, more_than=self.config.max_length - text + written)
         if placeholders is not None:
-            self._kept_length(text - len(parts) + placeholders, text, spans, len(parts))
-        images += encode_images(parts[len(images) :], self.config)
+            self._kept_length(text - written + placeholders, text, spans, len(parts))
+        images += encode_items(parts[len(images) :], plans, self.config)
         return dataclasses.replace(
             self._assemble(tokens.ids, spans, images),
             dropped_reasoning=len(dropped),
@@ -147,7 +156,8 @@ class Encoder:
 
     def _assemble(self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: list[Views]) -> EncodedSample:
         """Expands placeholders, and truncates or rejects samples that are too long."""
-        tokens = WeightedTokens(ids, spans.weights).with_images(images, self.tokenizer.info.image)
+        tokens = WeightedTokens(ids, spans.weights)
+        tokens = tokens.with_items(images, self.config.model_family, self.tokenizer.info)
         length = len(tokens)
         if truncated := length > self.config.max_length:
             tokens = tokens[: self._kept_length(length, len(ids), spans, len(images))]
@@ -194,8 +204,9 @@ def _check_turns(conversation: Conversation) -> None:
         roles = ", ".join(message.role for message in conversation.messages) or "none"
         raise RowRejected(Reason.NO_ASSISTANT_TURN, f"no assistant turn to learn from; roles: {roles}")
     for number, message in enumerate(answers, start=1):
-        if any(message.images):
-            raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"assistant turn {number} of {len(answers)} holds an image")
+        for part in message.media:
+            what = f"assistant turn {number} of {len(answers)} holds {with_article(kind_of(part))}"
+            raise RowRejected(Reason.UNSUPPORTED_CONTENT, what)
 
 
 def _check_answers(conversation: Conversation, weights: tuple[float, ...]) -> None:

@@ -19,7 +19,6 @@ from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import ItemPlace, Placement
-from vlmdata.media.codecs import IMAGE, ItemShape
 from vlmdata.media.image_file import image_file
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of
@@ -55,7 +54,7 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
         try:
             sample = encoder.encode(conversation)
         except RowRejected as error:
-            if conversation.images and not _knows_images(encoder, conversation):
+            if conversation.media and not _knows_images(encoder, conversation):
                 continue
             raise SourceError(f"--tokenizer {tokenizer.info.name}: {error.message}. {_REMEDY}") from error
         except VlmdataError:
@@ -101,7 +100,7 @@ def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:
 
 
 def _index_row(sample: EncodedSample) -> IndexRow:
-    items = tuple(ItemPlace(ItemShape(IMAGE, image.grid), 0, 0, 0, 0) for image in sample.images)
+    items = tuple(ItemPlace(image.shape, 0, 0, 0, 0) for image in sample.images)
     return IndexRow(
         key=sample_key(0),
         source_row=0,

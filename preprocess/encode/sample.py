@@ -13,7 +13,8 @@ import numpy.typing as npt
 from preprocess.config import PreprocessConfig, TrainTurns
 from preprocess.conversation import Columns, Conversation, Document
 from preprocess.reject import RowRejected
-from vlmdata.families.positions import locate_images
+from vlmdata.families import Family
+from vlmdata.families.blocks import Blocks
 from vlmdata.format.schema import Sample
 from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.media.codecs import IMAGE, ItemShape
@@ -27,16 +28,24 @@ LEAST, MOST = 1e-8, 1e8
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """An image as stored."""
+    """An image or a video as stored."""
 
-    patches: npt.NDArray[np.uint8]  # uint8 (P, bytes per patch)
+    patches: npt.NDArray[np.uint8]  # uint8 (R, bytes per patch): one row per patch and temporal copy
     grid: tuple[int, int, int]  # patches along t, h, w
     size: tuple[int, int]  # (height, width) in pixels, as stored
     tokens: int  # number of placeholder tokens
-    origin: Mapping[str, Any]  # data of the file: width, height, mode, format, normalisation steps
-    file: bytes  # the file
+    origin: Mapping[str, Any]  # data of the file: size, format, normalisation steps, or frames and times
+    file: bytes  # the file; of a video that the data has as frames, their files joined
     view: int = 0  # number of the picture among those of its image
     whole: bool = True  # whether it shows all of the image
+    kind: str = IMAGE  # kind of the item
+    copies: int = 1  # temporal copies of each patch that are stored
+    step: int = 1  # of the first axis of positions, from one temporal patch of a block to the next
+
+    @property
+    def shape(self) -> ItemShape:
+        """Kind, grid and copies."""
+        return ItemShape(self.kind, self.grid, self.copies)
 
 
 #: The pictures of an image, of which each is an item.
@@ -51,8 +60,8 @@ class EncodedSample:
     input_ids: npt.NDArray[np.int32]  # int32 (L,), L a multiple of ``pad_multiple``
     loss_mask: npt.NDArray[np.uint8]  # uint8 (L,)
     position_ids: npt.NDArray[np.int32]  # int32 (k, L), k the family's axes of positions
-    images: tuple[EncodedImage, ...]  # per image, its patches, grid and origin
-    image_starts: tuple[int, ...]  # first token of each image
+    images: tuple[EncodedImage, ...]  # per image and video, its patches, grid and origin
+    image_starts: tuple[int, ...]  # first token of each
     target_turns: int  # assistant turns that are targets; 0 for a document
     truncated: bool  # whether the end was truncated, so that the last answer or the document has no end token
     loss_weights: npt.NDArray[np.float32] | None  # float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1
@@ -87,7 +96,7 @@ class EncodedSample:
             self.image_grid_thw,
             patches,
             self.loss_weights,
-            tuple(ItemShape(IMAGE, image.grid) for image in self.images),
+            tuple(image.shape for image in self.images),
         )
 
 
@@ -104,16 +113,23 @@ class WeightedTokens:
     def __getitem__(self, span: slice) -> WeightedTokens:
         return WeightedTokens(self.ids[span], self.weights[span])
 
-    def with_images(self, images: Sequence[Views], image_token: int) -> WeightedTokens:
-        """Expands the placeholder of each image to one per merged patch of its views."""
+    def with_items(self, items: Sequence[Views], family: Family, info: TokenizerInfo) -> WeightedTokens:
+        """Expands the placeholder of each image to one per merged patch of its views, and those of videos alike."""
+        counts: list[int] = []
+        for views in items:
+            if views[0].kind == IMAGE:
+                counts.append(sum(view.tokens for view in views))
+            else:
+                counts += blocks_of(views, family, info).counts.tolist()
         repeats = np.ones(len(self.ids), dtype=np.int64)
-        repeats[self.ids == image_token] = [sum(view.tokens for view in views) for views in images]
+        repeats[np.isin(self.ids, [item.token for item in info.items.values()])] = counts
         return WeightedTokens(np.repeat(self.ids, repeats), np.repeat(self.weights, repeats))
 
 
-def grids_of(images: tuple[EncodedImage, ...]) -> npt.NDArray[np.int64]:
-    """Returns the grids of images, int64 (N, 3)."""
-    return np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
+def blocks_of(images: Sequence[EncodedImage], family: Family, info: TokenizerInfo) -> Blocks:
+    """Returns the blocks of placeholders of images and videos."""
+    tokens = {kind: item.token for kind, item in info.items.items()}
+    return Blocks.of(family, [(image.kind, image.grid) for image in images], tokens, [image.step for image in images])
 
 
 def finish_sample(
@@ -128,8 +144,8 @@ def finish_sample(
 ) -> EncodedSample:
     """Pads a sample's tokens and computes their positions."""
     length, family, images = len(tokens), config.model_family, tuple(chain.from_iterable(views))
-    grids = grids_of(images)
-    starts = locate_images(tokens.ids, family.token_counts(grids), info.image)
+    blocks = blocks_of(images, family, info)
+    starts = blocks.locate(tokens.ids)
     padded = -(-length // config.pad_multiple) * config.pad_multiple
     input_ids = np.full(padded, info.pad, dtype=np.int32)
     input_ids[:length] = tokens.ids
@@ -137,14 +153,14 @@ def finish_sample(
     loss_weights[:length] = tokens.weights
     loss_mask = (loss_weights > 0).astype(np.uint8)
     position_ids = np.zeros((len(family.position_axes), padded), dtype=np.int32)
-    position_ids[:, :length] = family.position_ids(length, starts, grids)
+    position_ids[:, :length] = family.position_ids(length, starts, blocks.grids, blocks.steps)
     return EncodedSample(
         length=length,
         input_ids=input_ids,
         loss_mask=loss_mask,
         position_ids=position_ids,
         images=images,
-        image_starts=tuple(starts.tolist()),
+        image_starts=tuple(starts[blocks.firsts].tolist()),
         target_turns=target_turns,
         truncated=truncated,
         loss_weights=None if np.array_equal(loss_weights, loss_mask) else loss_weights,

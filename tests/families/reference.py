@@ -24,14 +24,23 @@ def image_processor(name: str, min_pixels: int, max_pixels: int) -> Any:
     return made
 
 
-def rope_index(name: str, input_ids: torch.Tensor, types: torch.Tensor, grids: torch.Tensor | None) -> torch.Tensor:
+def rope_index(
+    name: str,
+    input_ids: torch.Tensor,
+    types: torch.Tensor,
+    grids: torch.Tensor | None,
+    videos: torch.Tensor | None = None,
+    seconds_per_patch: torch.Tensor | None = None,
+) -> torch.Tensor:
     """``get_rope_index`` of a family's model without weights: int64 (3, 1, L).
 
     Args:
         name: The family.
         input_ids: int64 (1, L).
-        types: int64 (1, L), 1 on image placeholders.
-        grids: int64 (N, 3), or None.
+        types: int64 (1, L), 1 on image placeholders, 2 on those of videos.
+        grids: int64 (N, 3), of the images, or None.
+        videos: int64 (V, 3), grids of the videos, or None.
+        seconds_per_patch: (V,), ``second_per_grid_ts`` of the videos; used by Qwen2.5-VL.
     """
     from importlib import import_module
 
@@ -43,5 +52,9 @@ def rope_index(name: str, input_ids: torch.Tensor, types: torch.Tensor, grids: t
     model = kind.__new__(kind)
     torch.nn.Module.__init__(model)
     model.config = getattr(transformers, config)()
-    positions: torch.Tensor = model.get_rope_index(input_ids, types, grids)[0]
+    more: dict[str, torch.Tensor] = {}
+    if name == "qwen2_5_vl":
+        model.config.vision_config.tokens_per_second = 2  # as in published checkpoints
+        more = {} if seconds_per_patch is None else {"second_per_grid_ts": seconds_per_patch}
+    positions: torch.Tensor = model.get_rope_index(input_ids, types, grids, videos, **more)[0]
     return positions

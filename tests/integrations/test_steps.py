@@ -49,7 +49,7 @@ def test_without_a_process_group_the_loss_is_the_weighted_mean(packs: Packs) -> 
 
 
 def test_with_a_process_group_the_weight_is_the_sum_over_it(packs: Packs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``tests/loader/test_frameworks.py`` does with processes, here with a sum that stands for another's part."""
+    """As ``test_frameworks.py`` does with processes, here with a sum that stands for another's part."""
     batch = packs("qwen3_5")[0]
     alone = step_weight([batch])
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model.families.qwen3_5.flops import step_flops
+from model.families.qwen3_5.spec import step_flops
 from model.parallel.environment import before_megatron
 
 before_megatron()
@@ -38,7 +38,7 @@ from model.parallel import cpu_mode, groups
 from model.training.checkpoints.checkpoint import Checkpoints
 from model.training.checkpoints.model_state import sharded_model
 from model.training.data import RankPlace
-from model.training.evaluation import EvaluationSet, Evaluator
+from model.training.evaluation import Evaluator
 from model.training.optimizer.learner import Learner, build_learner, unwrapped
 from model.training.settings.config import TrainConfig
 from model.training.settings.config_loading import load_config
@@ -119,9 +119,10 @@ class Trainee:
 
     def evaluate(self) -> float:
         """The loss over three packs of each rank."""
-        sets = [EvaluationSet("packs", Packs(list(itertools.islice(self._packs(), 3))))]  # type: ignore[arg-type]
+        sets = {"packs": Packs(list(itertools.islice(self._packs(), 3)))}
         device = DEVICE if CUDA else torch.device("cpu")
-        found = Evaluator(sets, self.learner, self.place, self.config, device)(STEPS)
+        evaluate = Evaluator(sets, self.learner, self.place, self.config, device)  # type: ignore[arg-type]
+        found = evaluate(STEPS)
         assert found is not None
         return found.loss
 

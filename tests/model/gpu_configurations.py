@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from model.families.qwen3_5.delta_rule import gated_delta_rule
-from model.kernels.ahead import Kernels, KernelsAhead
-from model.kernels.configurations import CANDIDATES, HOPPER, choose_configurations
-from model.kernels.decoder import DecoderKernels
-from model.kernels.delta_net import DeltaNetShape, autotuners
+from model.kernels.ahead import KernelsAhead
+from model.kernels.configurations import CANDIDATES, HOPPER, autotuners, choose_configurations
 from model.kernels.delta_rule import DeltaRule
+from model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
 from model.parallel.packed import PackIndex
 
 DEVICE = torch.device("cuda", 0)
@@ -45,7 +44,7 @@ def agree(heads: int) -> None:
     """Tries all configurations with a number of heads."""
     length, longest = int(BOUNDS[-1]), int(np.diff(BOUNDS).max())
     shape = DeltaNetShape(length, heads, heads, WIDTH, WIDTH, taps=4)
-    with KernelsAhead.of(Kernels(DecoderKernels(shape, None), None, None, every=False)) as compiling:
+    with KernelsAhead(Kernels(DecoderKernels(shape, None), None, None, every=False).command()) as compiling:
         compiling.wait(lambda said: print(f"  {said}"))
     choose_configurations(WIDTH, WIDTH, HOPPER)
     pack = PackIndex.of_boundaries(BOUNDS, BOUNDS, 1, 0).params(longest, 1, 0, DEVICE)

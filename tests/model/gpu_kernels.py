@@ -41,7 +41,7 @@ def fused_rotations() -> None:
 def tower_rotation() -> None:
     """The tower's rotation with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
     from model.kernels.rotation import SplitAndRotate
-    from model.kernels.tower import TowerKernels
+    from model.kernels.shapes import TowerKernels
     from tests.model.kernels.rotation import compared
 
     # Rounding is that of the results: 2^-9 in bfloat16.
@@ -112,7 +112,7 @@ def delta_net_kernels() -> None:
 def residual_norm() -> None:
     """The tower's residual stream against plain torch in float64, twice with the same bits, for all numbers of rows."""
     from model.kernels.residual_norm import sum_and_norm, sum_with_bias
-    from model.kernels.tower import TowerKernels
+    from model.kernels.shapes import TowerKernels
     from tests.model.kernels.residual_norm import INPUTS, compared
 
     # Rounding is that of the results: 2^-9 in bfloat16.
@@ -144,7 +144,7 @@ def residual_norm() -> None:
 def biased_gelu() -> None:
     """GELU with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
     from model.kernels.biased_gelu import gelu_with_bias
-    from model.kernels.tower import TowerKernels
+    from model.kernels.shapes import TowerKernels
     from tests.model.kernels.biased_gelu import compared
 
     # Rounding is that of the results: 2^-9 in bfloat16.

@@ -319,7 +319,7 @@ def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict
     whole = {}
     whole_tower = settings_of(case).vision_parallel == 1
     for name, entry in maps.items():
-        if entry.shard_dim is None or entry.expert is not None or (whole_tower and name.startswith("vision.")):
+        if entry.shard_dim is None or (whole_tower and name.startswith("vision.")):
             # Every tensor-parallel rank holds all of it; experts are on the ranks of one expert group only.
             copies = list(parts[name].values())
             for other in copies[1:]:

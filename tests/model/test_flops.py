@@ -16,8 +16,8 @@ pytest.importorskip("megatron.core")
 
 from model.families import REGISTRY, preset, spec_of
 from model.families.qwen3_5.architecture import FULL_ATTENTION
-from model.families.qwen3_5.flops import step_flops
 from model.families.qwen3_5.presets import PRESETS
+from model.families.qwen3_5.spec import step_flops
 from model.network.settings import ModelSettings
 from model.training.optimizer.learner import part_of
 from tests.model.helpers import mixed_samples, pack, small_architecture

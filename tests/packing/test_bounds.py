@@ -46,7 +46,7 @@ def rounded_shares(sizes: list[int], capacity: int, k: int) -> int:
     return ceil(total)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(sizes_in_20, st.integers(1, 20))
 @example([5, 7, 8], 11)
 @example([6, 10, 10], 15)
@@ -64,7 +64,6 @@ def test_items_of_a_little_more_than_a_part_of_a_bin(k: int) -> None:
     assert bin_lower_bound([10_000 // (k + 1) + 1], [2 * k + 1], 10_000) == 3
 
 
-@settings(max_examples=40)
 @given(st.sets(st.integers(1, 12), min_size=1, max_size=3), st.integers(12, 14), st.data())
 def test_with_many_items_the_program_bound_is_within_its_gap(
     drawn: set[int], capacity: int, data: st.DataObject
@@ -109,7 +108,6 @@ def test_a_size_of_which_just_32_fill_a_bin_is_in_patterns() -> None:
     assert split_small(np.array([5, 4, 3]), 129) == 1
 
 
-@settings(max_examples=60)
 @given(histograms())
 def test_starting_patterns_are_the_distinct_bins(case: Histogram) -> None:
     sizes, counts, capacity = case

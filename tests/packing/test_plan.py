@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.helpers import blended, make_table, pack_sets, receipts, tables, uses
@@ -71,7 +71,6 @@ def test_every_use_once_within_all_limits(case: tuple[SampleTable, PlanConfig], 
             assert pack.tail == 0
 
 
-@settings(max_examples=50)
 @given(planned(), st.integers(0, 3))
 def test_a_plan_is_a_function_of_its_inputs(case: tuple[SampleTable, PlanConfig], epoch: int) -> None:
     table, config = case
@@ -83,7 +82,6 @@ def test_a_plan_is_a_function_of_its_inputs(case: tuple[SampleTable, PlanConfig]
     assert one.offsets.tolist() == two.offsets.tolist()
 
 
-@settings(max_examples=60)
 @given(planned())
 def test_steps_hold_the_same_packs_for_every_dp_size(case: tuple[SampleTable, PlanConfig]) -> None:
     table, config = case
@@ -146,7 +144,6 @@ def test_small_data_with_unique_lengths_still_mixes() -> None:
     assert len(packs[0] & packs[1]) < 0.3 * len(packs[0])
 
 
-@settings(max_examples=40)
 @given(st.integers(1, 12), st.integers(0, 3))
 def test_packs_stay_within_their_window(window: int, epoch: int) -> None:
     table = receipts(600, shard_size=20)

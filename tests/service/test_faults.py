@@ -105,14 +105,13 @@ def test_servers_killed_and_restarted_in_turn_lose_and_double_nothing(
     two: list[Server], batches: list[PackedBatch]
 ) -> None:
     clients = [Client(both(two), batches), Client(both(two), batches, num_workers=2, prefetch_factor=1)]
-    part = len(batches) // 5
-    for turn in range(4):
+    part = len(batches) // 3
+    for victim in range(2):
         for client in clients:
-            client.advance((turn + 1) * part)
-        victim = turn % 2
+            client.advance((victim + 1) * part)
         two[victim].kill()
         for client in clients:
-            client.advance((turn + 1) * part + 1)
+            client.advance((victim + 1) * part + 1)
         two[victim] = two[victim].again()
     for client in clients:
         client.advance(len(batches))
@@ -205,19 +204,25 @@ class TestNetwork:
         proxy.close()
 
 
-@pytest.mark.parametrize("all_of_them", [True, False], ids=["all", "one of two"])
-def test_killed_workers_are_replaced(chat: Path, batches: list[PackedBatch], all_of_them: bool) -> None:
+def test_killed_workers_are_replaced(chat: Path, batches: list[PackedBatch]) -> None:
+    """One of two, and then all."""
     with serving(chat, "-j", 2) as server:
         client = Client(server.url, batches)
         client.advance(1)
-        family = psutil.Process(server.process.pid).children(recursive=True)
-        workers = [each for each in family if each.parent().pid != server.process.pid]
-        assert len(workers) == 2
-        victims = workers if all_of_them else workers[:1]
-        for victim in victims:
-            victim.kill()
+        one, other = workers_of(server)
+        one.kill()
+        client.advance(len(batches) // 2)
+        assert not one.is_running()
+        assert other.is_running()
+        for worker in workers_of(server):
+            worker.kill()
         client.advance(len(batches))
-        assert [each for each in workers if each.is_running()] == [each for each in workers if each not in victims]
+        assert not other.is_running()
+
+
+def workers_of(server: Server) -> list[psutil.Process]:
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    return [each for each in family if each.parent().pid != server.process.pid]
 
 
 def test_sigterm_lets_answers_end_and_refuses_new_ones(two: list[Server], batches: list[PackedBatch]) -> None:

@@ -89,9 +89,13 @@ def datasets(folder: Path, source: Path) -> dict[str, Path]:
 
 
 def edits(fields: Any, inner: Any = None, path: str = "") -> Iterator[tuple[str, bytes]]:
-    """Every path of a number, text, truth or null in JSON, and the JSON with that value edited."""
+    """Every path of a number, text, truth or null in JSON, and the JSON with that value edited.
+
+    Of a list, the first and the last element: no check treats those between them differently.
+    """
     inner = fields if inner is None else inner
-    for name, value in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
+    ends = slice(None, None, max(1, len(inner) - 1))
+    for name, value in list(inner.items()) if isinstance(inner, dict) else list(enumerate(inner))[ends]:
         here = f"{path}.{name}" if path else str(name)
         if isinstance(value, dict | list):
             yield from edits(fields, value, here) if value else ()

@@ -20,7 +20,7 @@ GROUP = "vlmdata.commands"
 #: workers; interrupted.
 EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-_ORDER = ("preprocess", "finish", "join", "verify", "inspect", "plan", "serve", "recode", "convert")
+_ORDER = ("preprocess", "finish", "join", "verify", "inspect", "plan", "serve", "recode", "convert", "check-model")
 
 
 #: Commands that continue where an interrupted one ended.

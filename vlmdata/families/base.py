@@ -12,6 +12,7 @@ import numpy.typing as npt
 from vlmdata.families.chat import IMAGE, ChatFormat, Expansion
 from vlmdata.families.patches import patchify, unpatchify
 from vlmdata.families.positions import mrope_position_ids
+from vlmdata.families.video import VideoRules
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,7 @@ class Family:
             need a :meth:`position_ids` of their own.
         processors: Values of ``processor_class`` in the files of this family's tokenizers.
         token_settings: Texts of special tokens, each with the setting in which a tokenizer may name another text.
+        video: How videos are sampled and resized; None if the family has no videos.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Family:
     position_axes: tuple[str, ...] = ("t", "h", "w")
     processors: tuple[str, ...] = ()
     token_settings: tuple[tuple[str, str], ...] = ()
+    video: VideoRules | None = None
 
     @property
     def image(self) -> Expansion:
@@ -132,9 +135,7 @@ class Family:
         Raises:
             AspectRatioError: If the aspect ratio is above :attr:`max_aspect_ratio`.
         """
-        ratio = max(height, width) / min(height, width)
-        if ratio > self.max_aspect_ratio:
-            raise AspectRatioError(f"{width}x{height} pixels: aspect ratio {ratio:.1f}, over {self.max_aspect_ratio:g}")
+        self.require_aspect_ratio(height, width)
         factor = self.factor
         new_height = max(least_side, round(height / factor) * factor)
         new_width = max(least_side, round(width / factor) * factor)
@@ -147,6 +148,16 @@ class Family:
             new_height = math.ceil(height * scale / factor) * factor
             new_width = math.ceil(width * scale / factor) * factor
         return new_height, new_width
+
+    def require_aspect_ratio(self, height: int, width: int) -> None:
+        """Checks the sides of a picture.
+
+        Raises:
+            AspectRatioError: If the aspect ratio is above :attr:`max_aspect_ratio`.
+        """
+        ratio = max(height, width) / min(height, width)
+        if ratio > self.max_aspect_ratio:
+            raise AspectRatioError(f"{width}x{height} pixels: aspect ratio {ratio:.1f}, over {self.max_aspect_ratio:g}")
 
     def views(self, height: int, width: int, size: tuple[int, int]) -> tuple[View, ...]:
         """Returns the pictures of an image, each an item. Their placeholders stand together between one pair of marks.
@@ -169,6 +180,14 @@ class Family:
         """Joins patches to an image; see :func:`vlmdata.families.patches.unpatchify`."""
         return unpatchify(patches, grid_h, grid_w, self.patch_size, self.merge_size)
 
+    def expansion(self, kind: str) -> Expansion:
+        """How an item of a kind becomes tokens.
+
+        Raises:
+            KeyError: If the family has none of this kind.
+        """
+        return {each.kind: each for each in self.items}[kind]
+
     def token_counts(self, grid_thw: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """Returns the number of placeholder tokens of each image.
 
@@ -181,14 +200,20 @@ class Family:
         return np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3).prod(axis=1) // self.patches_per_token
 
     def position_ids(
-        self, length: int, image_starts: npt.NDArray[np.integer], image_grid_thw: npt.NDArray[np.integer]
+        self,
+        length: int,
+        starts: npt.NDArray[np.integer],
+        grids: npt.NDArray[np.integer],
+        steps: npt.NDArray[np.integer] | None = None,
     ) -> npt.NDArray[np.int32]:
-        """Computes the positions of a sequence with images at known places.
+        """Computes the positions of a sequence with items at known places.
 
         Args:
             length: Tokens in the sequence.
-            image_starts: (N,) index of each image's first token, ascending.
-            image_grid_thw: (N, 3), patches along t, h, w.
+            starts: (N,) index of the first token of each block: of an image, or as :meth:`Expansion.blocks` tells.
+                Ascending.
+            grids: (N, 3), patches of each block along t, h, w.
+            steps: (N,), from one temporal patch of a block to the next (:meth:`VideoRules.temporal_step`); None is 1.
 
         Returns:
             int32 (axes, length): the order of tokens for one axis, for three as
@@ -196,7 +221,7 @@ class Family:
         """
         if len(self.position_axes) == 1:
             return np.arange(length, dtype=np.int32)[None]
-        return mrope_position_ids(length, image_starts, image_grid_thw, self.merge_size)
+        return mrope_position_ids(length, starts, grids, self.merge_size, steps)
 
     def pixel_values(
         self,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The kind of items that are images.
-IMAGE = "image"
+#: Kinds of items.
+IMAGE, VIDEO = "image", "video"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class Expansion:
         margin: Text on both sides of these tokens, such as an empty line.
         written: The one of these tokens that chat templates write for an item; "" if they write all, with one
             placeholder. transformers' processor replaces it by all of them with their margins.
+        caption: Text before each temporal patch of a video, formatted with its time in ``seconds``. With it, each
+            temporal patch is a block of its own: caption, ``before``, placeholders, ``after``. All blocks stand in
+            place of the placeholder that the template writes, so its own ``before`` and ``after`` enclose them. "" is
+            one block for all of an item.
     """
 
     kind: str
@@ -52,6 +56,7 @@ class Expansion:
     after: tuple[str, ...] = ()
     margin: str = ""
     written: str = ""
+    caption: str = ""
 
     def __post_init__(self) -> None:
         if self.written and self.written not in self.texts:
@@ -61,3 +66,7 @@ class Expansion:
     def texts(self) -> tuple[str, ...]:
         """Texts of its tokens in order, with one placeholder."""
         return *self.before, self.token, *self.after
+
+    def blocks(self, grid: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
+        """Returns the grids of an item's blocks: runs of placeholders with other tokens in between."""
+        return ((1, *grid[1:]),) * grid[0] if self.caption else (grid,)

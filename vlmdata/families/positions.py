@@ -1,11 +1,13 @@
-"""3D rotary (MRoPE) positions of Qwen-VL sequences with images.
+"""3D rotary (MRoPE) positions of Qwen-VL sequences with images and videos.
 
 Source: ``get_rope_index`` of the transformers models (Qwen2.5-VL, Qwen3-VL and Qwen3.5 agree on images). Unlike it,
-this module locates images one by one from their token counts, so two images with no token between them remain two
+this module locates items one by one from their token counts, so two images with no token between them remain two
 images.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +18,32 @@ from vlmdata.wording import counted
 def locate_images(
     input_ids: npt.NDArray[np.integer], token_counts: npt.NDArray[np.int64], image_token_id: int
 ) -> npt.NDArray[np.int64]:
-    """Finds the index of the first token of each image.
+    """Finds the index of the first token of each image; see :func:`locate_blocks`."""
+    return locate_blocks(input_ids, token_counts, np.full(len(token_counts), image_token_id), (image_token_id,))
+
+
+def locate_blocks(
+    input_ids: npt.NDArray[np.integer],
+    token_counts: npt.NDArray[np.int64],
+    token_ids: npt.NDArray[np.integer],
+    placeholders: Collection[int],
+) -> npt.NDArray[np.int64]:
+    """Finds the index of the first token of each block of placeholders.
 
     Args:
-        input_ids: (L,) token ids, image placeholders expanded.
-        token_counts: int64 (N,), tokens of each image, in order of appearance.
-        image_token_id: Id of ``<|image_pad|>``.
+        input_ids: (L,) token ids, placeholders expanded.
+        token_counts: int64 (N,), tokens of each block, in order of appearance.
+        token_ids: (N,), id of the placeholder of each block.
+        placeholders: Ids of the placeholders of all kinds.
 
     Returns:
         int64 (N,), ascending.
 
     Raises:
-        ValueError: If the image tokens are not exactly N contiguous runs of these sizes.
+        ValueError: If the placeholders are not exactly N contiguous runs of these ids and sizes.
     """
-    counts = token_counts
-    found = np.flatnonzero(np.asarray(input_ids) == image_token_id)
+    counts, ids = token_counts, np.asarray(input_ids)
+    found = np.flatnonzero(np.isin(ids, list(placeholders)))
     if len(found) != counts.sum():
         raise ValueError(
             f"{counted(len(found), 'image token')} in the sequence, but the image grids ({len(counts)}) need "
@@ -39,6 +52,9 @@ def locate_images(
     if len(counts) == 0:
         return np.zeros(0, dtype=np.int64)
     ends = np.cumsum(counts)
+    if len(wrong := np.flatnonzero(ids[found] != np.repeat(token_ids, counts))):
+        at, block = int(found[wrong[0]]), int(np.searchsorted(ends, wrong[0], side="right"))
+        raise ValueError(f"token {at} is id {ids[at]}, but block {block} there consists of id {token_ids[block]}")
     starts = ends - counts
     broken = np.flatnonzero(found[ends - 1] - found[starts] != counts - 1)
     if len(broken):
@@ -51,36 +67,39 @@ def locate_images(
 
 def mrope_position_ids(
     length: int,
-    image_starts: npt.NDArray[np.integer],
-    image_grid_thw: npt.NDArray[np.integer],
+    starts: npt.NDArray[np.integer],
+    grids: npt.NDArray[np.integer],
     merge_size: int,
+    steps: npt.NDArray[np.integer] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """Computes the positions of a sequence with images at known places.
+    """Computes the positions of a sequence with blocks of placeholders at known places.
 
-    Text advances t, h and w together by one. An image that starts at position p has t = p, h = p + row and
-    w = p + column over its merged grid; text continues at p + max(rows, columns). A grid with t > 1 is t
-    consecutive frames within one block (t = p + frame).
+    Text advances t, h and w together by one. A block that starts at position p, such as an image, has t = p,
+    h = p + row and w = p + column over its merged grid; text continues at p + max(rows, columns). A grid with t > 1 is
+    t consecutive temporal patches within one block (t = p + step x patch).
 
     Args:
         length: Tokens in the sequence.
-        image_starts: (N,) index of each image's first token, ascending.
-        image_grid_thw: (N, 3), patches along t, h, w; h and w are multiples of ``merge_size``.
+        starts: (N,) index of each block's first token, ascending.
+        grids: (N, 3), patches along t, h, w; h and w are multiples of ``merge_size``.
         merge_size: Patches per side that merge into one token.
+        steps: (N,) step of t of each block; None is 1.
 
     Returns:
         int32 (3, length).
     """
     positions = np.empty((3, length), dtype=np.int32)
     cursor, position = 0, 0
-    grids = np.asarray(image_grid_thw, dtype=np.int64).reshape(-1, 3).tolist()
-    for start, (frames, height, width) in zip(np.asarray(image_starts).tolist(), grids, strict=True):
+    sizes = np.asarray(grids, dtype=np.int64).reshape(-1, 3).tolist()
+    each_step = [1] * len(sizes) if steps is None else np.asarray(steps).tolist()
+    for start, (frames, height, width), step in zip(np.asarray(starts).tolist(), sizes, each_step, strict=True):
         text = start - cursor
         positions[:, cursor:start] = np.arange(position, position + text, dtype=np.int32)
         position += text
         rows, columns = height // merge_size, width // merge_size
         cursor = start + frames * rows * columns
         block = positions[:, start:cursor].reshape(3, frames, rows, columns)
-        block[0] = position + np.arange(frames, dtype=np.int32)[:, None, None]
+        block[0] = position + step * np.arange(frames, dtype=np.int32)[:, None, None]
         block[1] = position + np.arange(rows, dtype=np.int32)[None, :, None]
         block[2] = position + np.arange(columns, dtype=np.int32)[None, None, :]
         position += max(rows, columns)

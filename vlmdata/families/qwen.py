@@ -1,6 +1,8 @@
 """What the families of Qwen share: ChatML turns, and images and videos between vision marks."""
 
-from vlmdata.families.chat import IMAGE, ChatFormat, Expansion
+from dataclasses import replace
+
+from vlmdata.families.chat import IMAGE, VIDEO, ChatFormat, Expansion
 
 CHATML = ChatFormat(
     turn_start="<|im_start|>",
@@ -10,8 +12,10 @@ CHATML = ChatFormat(
 )
 ITEMS = (
     Expansion(IMAGE, "<|image_pad|>", before=("<|vision_start|>",), after=("<|vision_end|>",)),
-    Expansion("video", "<|video_pad|>", before=("<|vision_start|>",), after=("<|vision_end|>",)),
+    Expansion(VIDEO, "<|video_pad|>", before=("<|vision_start|>",), after=("<|vision_end|>",)),
 )
+#: Items of the families that tell the time of each temporal patch of a video.
+ITEMS_WITH_TIMES = (ITEMS[0], replace(ITEMS[1], caption="<{seconds:.1f} seconds>"))
 #: Settings of a tokenizer that may name another token.
 TOKEN_SETTINGS = (
     ("<|image_pad|>", "image_token"),

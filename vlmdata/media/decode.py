@@ -185,7 +185,7 @@ def _normalise(image: Image.Image, what: str) -> DecodedImage:
         image = Image.fromarray(_to_8_bit(np.asarray(image), image.mode, what), mode="L")
         steps.append("depth")
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
-        image = _composite_on_white(image)
+        image = composite_on_white(image)
         steps.append("alpha")
     if image.mode != "RGB":
         image = image.convert("RGB")
@@ -213,7 +213,8 @@ def _orientation(image: Image.Image) -> int | None:
     return value if value in range(1, 9) else None
 
 
-def _composite_on_white(image: Image.Image) -> Image.Image:
+def composite_on_white(image: Image.Image) -> Image.Image:
+    """Returns an image with transparency as RGB on white."""
     rgba = image.convert("RGBA")
     white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, rgba).convert("RGB")

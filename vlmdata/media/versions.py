@@ -32,6 +32,15 @@ def _version(name: str) -> str | None:
     return None if found is None else str(found)
 
 
+def video_versions() -> dict[str, str]:
+    """Returns the versions of PyAV and of the FFmpeg in it, by name."""
+    import av  # only videos need it
+
+    libraries = {name: ".".join(map(str, parts)) for name, parts in av.library_versions.items()}
+    used = ("libavcodec", "libavformat", "libavutil", "libswscale")
+    return {"av": av.__version__, "ffmpeg": av.ffmpeg_version_info} | {name: libraries[name] for name in used}
+
+
 @cache
 def pixel_libraries() -> Mapping[str, str]:
     """Returns the versions of all libraries that can change pixels on this machine, by name."""

@@ -22,9 +22,9 @@ from model.families.qwen3_5.language import Qwen35Language
 from model.families.qwen3_5.model import Qwen35VL
 from model.families.qwen3_5.sizes import check
 from model.network import assembly, megatron_config
-from model.network.decoder_layer import Mixer, first_linear, full_attention, layer_spec
+from model.network.decoder_layer import first_linear, full_attention, layer_spec
 from model.network.provider import Provider, TorchProvider
-from model.network.settings import Field, ModelSettings, SettingError
+from model.network.settings import ModelSettings, SettingError
 
 
 def build_model(architecture: Qwen35Architecture, settings: ModelSettings, **stage: Any) -> Qwen35VL:
@@ -33,12 +33,10 @@ def build_model(architecture: Qwen35Architecture, settings: ModelSettings, **sta
     provider = assembly.provider_of(settings, "flash-linear-attention")
     if settings.backend == "transformer_engine":
         require_compiler(settings)
-        _require_right_kernels(architecture)
-        if not settings.tune_kernels:
-            _choose_configurations(architecture)
+        _prepare_kernels(architecture, settings.tune_kernels)
     config = language_config(architecture, settings)
     kinds = {
-        LINEAR_ATTENTION: layer_spec(config, provider, _delta_net(provider)),
+        LINEAR_ATTENTION: layer_spec(config, provider, _delta_net(provider), "in_proj"),
         FULL_ATTENTION: layer_spec(config, provider, full_attention(provider)),
     }
     predict = settings.mtp_layers_of(architecture) > 0
@@ -84,44 +82,39 @@ def require_compiler(settings: ModelSettings) -> None:
     tools = ("ninja", os.environ.get("CXX", "c++"))
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
         raise SettingError(
-            Field("recompute"),
-            f" 'selective' has megatron-core compile a C++ function, but {' and '.join(missing)} cannot be found on "
-            "PATH: install ninja and a C++ compiler (apt install ninja-build g++), or set it to 'none' or 'full'",
+            f"«recompute» 'selective' has megatron-core compile a C++ function, but {' and '.join(missing)} cannot be "
+            "found on PATH: install ninja and a C++ compiler (apt install ninja-build g++), or set it to 'none' or "
+            "'full'"
         )
 
 
-def _require_right_kernels(architecture: Qwen35Architecture) -> None:
-    """Raises SettingError if gradients would be wrong on this GPU."""
+def _prepare_kernels(architecture: Qwen35Architecture, tune: bool) -> None:
+    """Chooses configurations of the delta net's kernels, unless all are tuned.
+
+    Raises:
+        SettingError: If gradients would be wrong on this GPU.
+    """
     import triton  # only available with CUDA
 
-    from model.kernels.configurations import miscompiled
+    from model.kernels.configurations import choose_configurations, miscompiled
 
-    language = architecture.language
+    language, capability = architecture.language, torch.cuda.get_device_capability()
     widths = language.linear_key_head_dim, language.linear_value_head_dim
-    if miscompiled(*widths, torch.cuda.get_device_capability(), triton.__version__):
+    if miscompiled(*widths, capability, triton.__version__):
         raise SettingError(
-            Field("backend"),
-            f" 'transformer_engine' would compute wrong gradients: Triton {triton.__version__} miscompiles a kernel of "
-            f"delta nets with heads of {widths[0]} and {widths[1]} columns on this GPU; install Triton 3.7.1 or later, "
-            "or use 'torch'",
+            f"«backend» 'transformer_engine' would compute wrong gradients: Triton {triton.__version__} miscompiles a "
+            f"kernel of delta nets with heads of {widths[0]} and {widths[1]} columns on this GPU; install Triton 3.7.1 "
+            "or later, or use 'torch'"
         )
+    if not tune:
+        choose_configurations(*widths, capability)
 
 
-def _choose_configurations(architecture: Qwen35Architecture) -> None:
-    from model.kernels.configurations import choose_configurations
-
-    language = architecture.language
-    choose_configurations(
-        language.linear_key_head_dim, language.linear_value_head_dim, torch.cuda.get_device_capability()
-    )
-
-
-def _delta_net(provider: Provider) -> Mixer:
+def _delta_net(provider: Provider) -> ModuleSpec:
     engine = Qwen35GatedDeltaNet if provider.compiled else KernelGatedDeltaNet
-    spec = ModuleSpec(
+    return ModuleSpec(
         module=TorchGatedDeltaNet if isinstance(provider, TorchProvider) else engine,
         submodules=GatedDeltaNetSubmodules(
             in_proj=first_linear(provider), out_norm=provider.plain_rms_norm(), out_proj=provider.row_parallel_linear()
         ),
     )
-    return Mixer(spec, "in_proj")

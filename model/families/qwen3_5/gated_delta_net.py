@@ -14,18 +14,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
-from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
 from model.network.awaited import await_weight
-from model.parallel.exchange import all_tokens_of_some_columns, some_tokens_of_all_columns
+from model.parallel.exchange import all_tokens_of_some_columns, some_tokens_of_all_columns, summed
 from model.parallel.packed import PackParams
 
 
@@ -50,16 +49,8 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         return output
 
     def _reduce_out_norm_gradient(self) -> None:
-        if self.tp_size == 1 or self.config.sequence_parallel:
-            return
-        group = self.pg_collection.tp
-
-        def total(gradient: Tensor) -> Tensor:
-            gradient = gradient.contiguous().clone()
-            dist.all_reduce(gradient, group=group)
-            return gradient
-
-        self.out_norm.weight.register_hook(total)
+        if self.tp_size > 1 and not self.config.sequence_parallel:
+            self.out_norm.weight.register_hook(partial(summed, self.pg_collection.tp))
 
     def _tokens_for_heads(self, x: Tensor, pack: PackParams) -> Tensor:
         """Context parallelism: exchanges some tokens of all heads, (t, w), for all tokens of some heads."""
@@ -265,9 +256,7 @@ class TorchGatedDeltaNet(PackedGatedDeltaNet):
         rates = torch.empty(self.a_log_dim, dtype=torch.float32, device=device).uniform_(1, 16)
         self.A_log = nn.Parameter(rates.log().to(dtype))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
-            mark = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-            for name, value in mark.items():
-                setattr(parameter, name, value)
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def _heads(self, projected: Tensor, pack: PackParams) -> tuple[Tensor, Tensor]:
         cp = self.pg_collection.cp

@@ -7,7 +7,6 @@ Shapes: tokens on this rank t, hidden H.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,19 +19,6 @@ from model.families.qwen3_5.mtp import MultiTokenPredictor
 from model.network.decoder import Decoder, HeadInputs
 from model.network.provider import Provider
 from model.network.targets import AttachLoss
-
-
-@dataclass(frozen=True)
-class Following:
-    """Inputs of multi-token prediction: the following tokens.
-
-    Attributes:
-        embeddings: (t, 1, H), of the following tokens, scattered under sequence parallelism.
-        padding_mask: bool (1, t), True for tokens without a real successor; scattered likewise.
-    """
-
-    embeddings: Tensor
-    padding_mask: Tensor | None
 
 
 class Qwen35Language(Decoder):
@@ -67,11 +53,13 @@ class Qwen35Language(Decoder):
 
     def _heads(self, hidden_states: Tensor, output_weight: Tensor | None, given: HeadInputs) -> Tensor:
         losses = super()._heads(hidden_states, output_weight, given)
-        following: Following | None = given.extra
-        if self.predictor is None or following is None:
+        if self.predictor is None or given.extra is None:
             return losses
+        # Of the following tokens: embeddings (t, 1, H), and which are none, bool (1, t), or None; scattered under
+        # sequence parallelism.
+        following, ignored = given.extra
         angles = self.rotary_pos_emb(given.position_ids, self.mrope_section)
-        predicted = self.predictor(hidden_states, following.embeddings, angles, given.pack, following.padding_mask)
+        predicted = self.predictor(hidden_states, following, angles, given.pack, ignored)
         extra, weight = self._losses(predicted, output_weight, given.targets[1])
         self.metrics.add("mtp_loss", extra.detach().sum(), weight)
         attached: Tensor = AttachLoss.apply(losses, extra.sum() * self.mtp_loss_scale)

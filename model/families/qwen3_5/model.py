@@ -12,10 +12,10 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from model.families.qwen3_5.language import Following
 from model.network.targets import TargetRows
-from model.network.vision_language import ImageEmbeddings, VisionLanguageModel
+from model.network.vision_language import VisionLanguageModel
 from model.parallel.exchange import all_gather_plain
+from model.parallel.image_rows import ImageEmbeddings
 from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 
@@ -68,7 +68,7 @@ class Qwen35VL(VisionLanguageModel):
         ignored = None  # by the statistics of the predictor's router
         if self.router_state is not None:
             ignored = self._local_mask(to_device(index.following < 0, batch.position_ids.device).unsqueeze(0))
-        return {"extra": Following(beside, ignored)}
+        return {"extra": (beside, ignored)}
 
     def _next_of(self, values: Tensor, index: PackIndex, fill: int) -> Tensor:
         """Returns each token's successor value within its sample, or ``fill`` at the end; (1, t) to (1, t)."""

@@ -7,11 +7,12 @@ Conversion and tests use it. The Hugging Face names are those of ``Qwen3_5ForCon
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
-from model.families.hf_names import attention_layer, expert_of_whole, expert_shapes, layer_maps, table
+from model.families.hf_names import attention_layer, expert_of_whole, layer_maps, table
 from model.families.qwen3_5.architecture import LINEAR_ATTENTION, Qwen35Architecture, Qwen35LanguageArchitecture
-from model.weights.mapping import ParameterMap, Shape, SourceTensor, join, joined, only, parts, same
+from model.weights.mapping import ParameterMap, Shape, joined, same
 
 
 def parameter_maps(
@@ -73,10 +74,8 @@ def _expert(
     assert moe is not None
     if f"{theirs}0.gate_proj.weight" not in stored:
         return expert_of_whole(ours, theirs, expert, language.hidden_size, moe)
-    wide, (into, out) = moe.intermediate_size, expert_shapes(language.hidden_size, moe)
-    halves = tuple(SourceTensor(f"{theirs}{expert}.{half}_proj.weight", (wide, into[1])) for half in ("gate", "up"))
-    whole = (SourceTensor(f"{theirs}{expert}.down_proj.weight", out),)
-    return [
-        ParameterMap(ours + "linear_fc1.weight", into, halves, join, partial(parts, (wide, wide)), expert=expert),
-        ParameterMap(ours + "linear_fc2.weight", out, whole, only, lambda x: [x], expert=expert),
-    ]
+    halves = [(f"{theirs}{expert}.{half}_proj.weight", moe.intermediate_size) for half in ("gate", "up")]
+    fc1 = joined(ours + "linear_fc1.weight", halves, (language.hidden_size,), ())
+    shape = (language.hidden_size, moe.intermediate_size)
+    fc2 = same(ours + "linear_fc2.weight", f"{theirs}{expert}.down_proj.weight", shape)
+    return [replace(fc1, shard_dim=None), fc2]

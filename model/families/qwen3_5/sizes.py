@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from model.families.qwen3_5.architecture import Qwen35Architecture
-from model.network.settings import (
-    TENSOR,
-    Field,
-    ModelSettings,
-    SettingError,
-    check_settings,
-    require_divides,
-)
+from model.network.settings import ModelSettings, SettingError, check_settings, require_divides
 
 
 def check(settings: ModelSettings, architecture: Qwen35Architecture) -> None:
@@ -20,14 +13,11 @@ def check(settings: ModelSettings, architecture: Qwen35Architecture) -> None:
         SettingError: Naming the setting, its value and the remedy.
     """
     check_settings(settings, architecture)
-    language, tensor = architecture.language, settings.tensor_parallel
-    require_divides(settings, {"language.linear_num_key_heads": language.linear_num_key_heads})
+    heads, tensor = architecture.language.linear_num_key_heads, settings.tensor_parallel
+    require_divides("tensor_parallel", tensor, {"language.linear_num_key_heads": heads})
     both = tensor * settings.context_parallel
-    if language.linear_num_key_heads % both:
+    if heads % both:
         raise SettingError(
-            TENSOR,
-            " x ",
-            Field("context_parallel"),
-            f" ({both}) does not divide language.linear_num_key_heads {language.linear_num_key_heads}: the gated delta "
-            "net distributes its heads over both; choose smaller sizes",
+            f"«tensor_parallel» x «context_parallel» ({both}) does not divide language.linear_num_key_heads {heads}: "
+            "the gated delta net distributes its heads over both; choose smaller sizes"
         )

@@ -22,7 +22,7 @@ def build_model(architecture: Qwen3VLArchitecture, settings: ModelSettings, **st
     """Builds this rank's part of a model; see :class:`model.families.base.Build`."""
     check_settings(settings, architecture)
     provider, config = assembly.provider_of(settings), language_config(architecture, settings)
-    layer = layer_spec(config, provider, full_attention(provider), DeepstackLayer)
+    layer = layer_spec(config, provider, full_attention(provider), module=DeepstackLayer)
     model = partial(Qwen3VL, language_only=settings.language_only)
     layers = [layer] * architecture.language.layers
     return assembly.build_stage(architecture, settings, config, provider, layers, model, **stage)

@@ -17,8 +17,8 @@ from typing import Any
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from model.network.vision_language import ImageEmbeddings, VisionLanguageModel
-from model.parallel.image_rows import image_tokens
+from model.network.vision_language import VisionLanguageModel
+from model.parallel.image_rows import ImageEmbeddings, image_tokens
 from model.parallel.packed import PackIndex, PackParams, to_device
 from vlmdata.batch import PackedBatch
 

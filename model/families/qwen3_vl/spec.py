@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from model import flops
 from model.families.base import ModelSpec, imported_when_called
 from model.families.qwen3_vl.architecture import Qwen3VLArchitecture
-from model.families.qwen3_vl.flops import step_flops
 from model.families.qwen3_vl.hf_config import FORMAT, from_hf, to_hf
 from model.families.qwen3_vl.presets import PRESETS, SMALL
 from model.network.settings import check_settings
+
+
+def step_flops(model: Qwen3VLArchitecture, mtp: bool = False, frozen: tuple[str, ...] = ()) -> flops.StepFlops:
+    """Returns the FLOP coefficients of an architecture; see :class:`model.families.base.ModelSpec`.
+
+    All layers have full attention. Adding image features to hidden states is not counted, like other sums.
+    """
+    layers = model.language.layers
+    return flops.step_flops(model, frozen, full_layers=layers, gate=False, feed_forward_layers=layers)
+
 
 SPEC = ModelSpec[Qwen3VLArchitecture](
     name="qwen3_vl",

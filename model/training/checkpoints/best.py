@@ -7,9 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
-from model.training.processes.agreement import decided, on_all_ranks
+from model.training.processes.agreement import decided
 from vlmdata.errors import ResourceError
 from vlmdata.format.atomic import write_atomically
 
@@ -27,28 +25,28 @@ class Best:
 
 
 class BestCheckpoint:
-    """Tracks a run's best checkpoint so far, in the folder of its checkpoints."""
+    """Tracks a run's best checkpoint so far, in the folder of its checkpoints. ``found`` is None if there is none."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._best: Best | None = None
+        self.found: Best | None = None
 
     @property
     def name(self) -> str | None:
         """Name of the best checkpoint's folder, which is not removed; None if there is none."""
-        return None if self._best is None else self._best.checkpoint
+        return None if self.found is None else self.found.checkpoint
 
-    def recall(self, data: tuple[str, ...]) -> tuple[Best | None, list[str]]:
+    def recall(self, data: tuple[str, ...]) -> list[str]:
         """Reads the record of an earlier part of the run. A collective.
 
-        Returns the best checkpoint, if it still exists and used the evaluation sets with these fingerprints, and a note
-        if it used others.
+        The best checkpoint counts if it still exists and used the evaluation sets with these fingerprints. Returns a
+        note if it used others.
         """
         found = decided(self._read)
         if found is not None and found.data != data:
-            return None, [f"{found.checkpoint} was the best so far on other evaluation data: the search starts over"]
-        self._best = found
-        return found, []
+            return [f"{found.checkpoint} was the best so far on other evaluation data: the search starts over"]
+        self.found = found
+        return []
 
     def mark(self, best: Best) -> None:
         """Keeps a saved or in-progress checkpoint until a better one is marked. A collective.
@@ -56,8 +54,8 @@ class BestCheckpoint:
         Raises:
             ResourceError: If the record cannot be written.
         """
-        self._best = best
-        on_all_ranks(lambda: self.note(best.checkpoint) if dist.get_rank() == 0 else None)
+        self.found = best
+        decided(lambda: self.note(best.checkpoint))
 
     def note(self, name: str) -> None:
         """Records a complete checkpoint if it is the best one. Rank 0 calls it for each complete checkpoint.
@@ -65,10 +63,10 @@ class BestCheckpoint:
         Raises:
             ResourceError: If the file cannot be written; the previous file stays.
         """
-        if self._best is None or self._best.checkpoint != name or not (self._folder / name).is_dir():
+        if self.found is None or self.name != name or not (self._folder / name).is_dir():
             return
         try:
-            text = json.dumps(dataclasses.asdict(self._best), indent=1) + "\n"
+            text = json.dumps(dataclasses.asdict(self.found), indent=1) + "\n"
             write_atomically(self._folder / _FILE, text.encode())
         except OSError as error:
             raise ResourceError(

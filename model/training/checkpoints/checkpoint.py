@@ -28,7 +28,7 @@ from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.parallel.separation import separation
 from model.training.checkpoints.best import BestCheckpoint
-from model.training.checkpoints.folder import checkpoints_in, newest_in, put_aside, remove, remove_leftovers
+from model.training.checkpoints.folder import newest_in, put_aside, remove, remove_leftovers
 from model.training.checkpoints.learner_state import gather_weights, load_state, state_to_save
 from model.training.checkpoints.model_state import content, with_common_state_of
 from model.training.checkpoints.random_state import restore_random_state, write_random_state
@@ -48,7 +48,8 @@ from model.training.processes.interruption import shielding_children
 from model.training.processes.run_lock import claim
 from model.training.settings.config import ConfigError, TrainConfig
 from model.weights.checksums import require_sound, without_checksum, write_checksums
-from model.weights.output import refusal_of
+from model.weights.output import described, refusal_of
+from model.weights.places import checkpoints_in
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
 
@@ -104,7 +105,7 @@ class Checkpoints:
         if (sides := separation()) is not None and "language" not in self._config.model.freeze:
             sharded = with_common_state_of(sharded, sides.vision)
         self._size = _bytes_of(sharded)
-        on_all_ranks(partial(self._prepare, temporary))
+        decided(partial(self._prepare, temporary))
         if self._queue is not None:
             start_write_results()
         with self._writing(temporary):
@@ -191,8 +192,6 @@ class Checkpoints:
 
     def _prepare(self, temporary: Path) -> None:
         """Creates an empty folder on a disk with enough space."""
-        if self._place.rank != 0:
-            return
         with self._writing(temporary):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -204,13 +203,11 @@ class Checkpoints:
     def _finish(self, temporary: Path, final: Path) -> None:
         """Renames the finished checkpoint and removes old ones except the best."""
         torch.distributed.barrier()
-        on_all_ranks(partial(self._rename, temporary, final))
+        decided(partial(self._rename, temporary, final))
         self._checksums = Thread(target=_note_checksums, args=(final, self._place.rank), name="checksums")
         self._checksums.start()
 
     def _rename(self, temporary: Path, final: Path) -> None:
-        if self._place.rank != 0:
-            return
         with self._writing(temporary):
             replaced = put_aside(final) if final.exists() else None  # a run resumed from an earlier step
             os.rename(temporary, final)
@@ -317,5 +314,4 @@ def reason(error: BaseException) -> str:
         where = f"on rank {rank} " if torch.distributed.get_world_size() > 1 else ""
     elif isinstance(error, CheckpointException):
         return "another rank printed the reason"
-    first = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "")
-    return where + (f"{type(error).__name__}: {first}" if first else type(error).__name__)
+    return where + described(error)

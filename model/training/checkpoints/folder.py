@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
-_NAME = re.compile(r"step-(\d{8})")
+from model.weights.places import checkpoints_in
+
 #: Patterns of folders that a killed run leaves: checkpoints half written, and half removed.
 _LEFTOVERS = (".step-*.tmp", ".step-*.removed")
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Lists complete checkpoints, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: path.name)
 
 
 def newest_in(folder: Path) -> Path | None:

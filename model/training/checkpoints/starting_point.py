@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from model.architecture import Architecture
@@ -15,19 +14,12 @@ from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import StreamingLoader
 
 
-@dataclass(frozen=True)
-class Start:
-    """The starting point of a run; the same on all ranks."""
+def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> tuple[Path | None, Path | None]:
+    """Finds the starting point of a run before its model is built; the same on all ranks.
 
-    checkpoint: Path | None  # checkpoint of this run to resume from; None for a new run
-    weights: Path | None  # folder of a new run's initial weights; None for random ones
-
-
-def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> Start:
-    """Finds the starting point of a run before its model is built.
-
-    A ConfigError if a new run's folder contains checkpoints, there is nothing to resume, or ``model.hf`` has no
-    weights.
+    Returns the checkpoint of this run to resume from, None for a new run, and the folder of a new run's initial
+    weights, None for random ones. A ConfigError if a new run's folder contains checkpoints, there is nothing to resume,
+    or ``model.hf`` has no weights.
     """
     latest = checkpoints.agree_on_latest()
     if resume and latest is None:
@@ -39,7 +31,7 @@ def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> S
             f"{config.run.out} contains the checkpoint {latest.name} of an earlier run: continue with --resume, or "
             "choose another --out"
         )
-    return Start(latest, None if resume else find_weights(config))
+    return latest, None if resume else find_weights(config)
 
 
 def load_start(
@@ -47,17 +39,18 @@ def load_start(
     architecture: Architecture,
     place: RankPlace,
     checkpoints: Checkpoints,
-    start: Start,
+    start: tuple[Path | None, Path | None],
     learner: Learner,
     loader: StreamingLoader,
 ) -> tuple[int, list[str]]:
-    """Loads the starting point of a run. Returns the number of steps already completed, and notes for the user."""
-    if start.checkpoint is None:
-        if start.weights is None:
+    """Loads a start of :func:`find_start`. Returns the number of steps already completed, and notes for the user."""
+    checkpoint, weights = start
+    if checkpoint is None:
+        if weights is None:
             return 0, [f"weights: random, from seed {config.run.seed}"]
-        return 0, load_weights(start.weights, learner, config, architecture, place)
-    state, notes = checkpoints.load(start.checkpoint, learner)
+        return 0, load_weights(weights, learner, config, architecture, place)
+    state, notes = checkpoints.load(checkpoint, learner)
     loader.load_state_dict(state.loader)
     changes = [f"  {line}" for line in changes_since(state, config.to_dict())]
-    said = [f"resumed from {start.checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
+    said = [f"resumed from {checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
     return state.step, said

@@ -17,7 +17,6 @@ from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.network.wrapping import is_of_wrapper
 from model.training.checkpoints.checkpoint import reason
-from model.training.checkpoints.folder import checkpoints_in
 from model.training.checkpoints.model_state import sharded_model
 from model.training.checkpoints.run_state import predicts
 from model.training.checkpoints.sharded_state import pieces_of, sharded_weights
@@ -28,7 +27,8 @@ from model.training.settings.config import NO_WEIGHTS, ConfigError, TrainConfig,
 from model.weights.checksums import require_sound, without_checksum
 from model.weights.convert import read_architecture
 from model.weights.hf_files import HfTensors, WeightsError
-from model.weights.hf_load import ModelPart, fill_from_folder, holds_prediction
+from model.weights.hf_load import fill_from_folder, holds_prediction
+from model.weights.places import checkpoints_in
 from vlmdata.errors import VlmdataError
 
 #: Name prefix of multi-token prediction parameters.
@@ -140,11 +140,16 @@ def _load_hf(
             predicting = predicts(config.model.mtp, architecture)
             lacking = predicting and not holds_prediction(HfTensors(path))
             notes = [_without_prediction(path, fresh=config.model.mtp is True)] if lacking else []
-            parallel = config.parallel
-            part = ModelPart(place.tp_rank, parallel.tp, parallel.vision_tp, predicting and not lacking)
-            if place.vision_rank is not None:
-                part = ModelPart(place.tp_rank, parallel.vision_tp or 1, None, False)
-            read = fill_from_folder(unwrapped(learner.model[0]), path, architecture, part)
+            tower, own = place.vision_rank is not None, config.parallel.vision_tp
+            read = fill_from_folder(
+                unwrapped(learner.model[0]),
+                path,
+                architecture,
+                tensor_rank=place.tp_rank,
+                tensor_parallel=(own or 1) if tower else config.parallel.tp,
+                vision_parallel=None if tower else own,
+                predicts=predicting and not lacking and not tower,
+            )
         except (WeightsError, OSError) as error:
             if other := _difference(path, architecture, config.model.ignore_config_fields):
                 other = other.removesuffix(": ")

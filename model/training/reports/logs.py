@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -19,10 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from model.training.evaluation import Evaluation
-from model.training.reports.earlier_logs import move_earlier_logs
 from model.training.settings.config import ConfigError, TrainConfig
-from model.training.step import StepResult
+from model.training.step import StepResult, digest
 from vlmdata.errors import ResourceError
+
+#: What a run logs, as patterns in its folder.
+_LOGS = ("metrics.jsonl", "tensorboard", "profile", "not-finite-step-*.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +33,10 @@ class StepReport:
     """Log entry of a step."""
 
     step: int  # number of the step, from 1
-    epoch: int  # epoch of the data
     result: StepResult  # result of the step
-    lr: float  # learning rate of the step
     #: Model FLOP/s over the devices' peak by name: ``mfu`` over all devices, and ``vision_mfu`` and ``language_mfu``
     #: with separate ranks; empty if the peak is unknown.
     mfu: Mapping[str, float]
-    samples: str  # digest of this rank's samples, for comparing runs
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -46,7 +46,7 @@ class StepReport:
             "loss": result.loss,
             **result.extra_losses,
             "grad_norm": result.grad_norm,
-            "lr": self.lr,
+            "lr": result.lr,
             "tokens_per_second": result.tokens / result.seconds,
             "fill": result.tokens / result.slots if result.slots else 0.0,
             "targets": result.targets,
@@ -77,7 +77,7 @@ class StepReport:
             parts.append(f"mtp {m['mtp_loss']:.4f}")
         parts += [
             f"grad {m['grad_norm']:.3f}",
-            f"lr {self.lr:.2e}",
+            f"lr {m['lr']:.2e}",
             f"{m['tokens_per_second']:,.0f} tok/s",
             f"fill {m['fill']:.1%}",
             f"wait {m['data_wait_share']:.1%}{sides}",
@@ -136,6 +136,24 @@ class JsonLines:
         """Closes the file."""
         with _writing(self._folder):
             self._file.close()
+
+
+def _move_earlier_logs(out: Path) -> list[str]:
+    """Moves the logs of an earlier run into a folder of their own. Returns a line for the user if there were any.
+
+    A new run has no steps in common with them: the earlier one died before its first checkpoint, or its checkpoints
+    were moved away.
+    """
+    steps = out / "metrics.jsonl"
+    # A run that ended before its first step left nothing to add to.
+    if not (steps.stat().st_size if steps.exists() else (out / "tensorboard").exists()):
+        return []
+    found = sorted(path for pattern in _LOGS for path in out.glob(pattern))
+    aside = next(path for number in itertools.count(1) if not (path := out / f"earlier-run-{number}").exists())
+    aside.mkdir()
+    for path in found:
+        os.rename(path, aside / path.name)
+    return [f"{out} had logs of an earlier run without a checkpoint: they are now in {aside}"]
 
 
 def _drop_half_line(path: Path) -> None:
@@ -228,7 +246,7 @@ class RunLog:
         out.mkdir(parents=True, exist_ok=True)
         if resumed_at is None:
             with _writing(out):
-                moved = move_earlier_logs(out)
+                moved = _move_earlier_logs(out)
             for note in moved:
                 self.say(note)
         self._lines = JsonLines(out / "metrics.jsonl", resumed_at)
@@ -253,7 +271,8 @@ class RunLog:
         self.say(report.line(self._steps))
         if self._bar is not None:
             self._bar.update(self._task, completed=report.step)
-        self._lines.write(report.step, {**report.metrics, "epoch": report.epoch, "samples": report.samples})
+        batches = report.result.batches  # the digest of this rank's samples is for comparing runs
+        self._lines.write(report.step, {**report.metrics, "epoch": batches[0].epoch, "samples": digest(batches)})
         for sink in self._sinks:
             sink.write(report.step, report.metrics)
 

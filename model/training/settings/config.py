@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, get_type_hints
 
+from model.network.settings import ModelOptions
 from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
 from vlmdata.loader.config import DEFAULT_CAPACITY, Packing, Parallelism, Reading, Service
@@ -92,8 +93,8 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The model.
+class ModelConfig(ModelOptions):
+    """The model, with the options of :class:`~model.network.settings.ModelOptions`.
 
     Attributes:
         preset: Name of a size in :func:`model.families.presets`; ignored with ``hf``.
@@ -103,20 +104,7 @@ class ModelConfig:
             checkpoint. Unset means those of ``hf``, or random without ``hf``. "none" means random weights.
         backend: "transformer_engine", "torch", or "auto": Transformer Engine with CUDA, else torch.
         mtp: Train multi-token prediction; unset means if the architecture has it.
-        mtp_loss_scale: Weight of its loss.
-        moe_aux_loss: Weight of the load-balancing loss; unset means the architecture's.
-        language_only: Train the language model without the vision tower, on data without images.
         freeze: Parts to freeze: any of "vision", "merger", "language".
-        recompute: Activations of the language model that the backward pass computes again: "none"; "selective" for
-            feed-forward layers and the delta rule's states; "full" for whole layers.
-        vision_recompute: Compute the activations of all vision blocks again in the backward pass.
-        vision_attention: Attention of the vision tower with Transformer Engine: "transformer_engine",
-            "flash_attention_4" (package flash-attn-4), or "auto": FlashAttention 4 if installed.
-        compile: With Transformer Engine, have torch compile some small functions of megatron-core: activation, gates,
-            residual sums. It takes seconds at each start. If not, Triton kernels and plain sums take their place;
-            only experts are compiled then.
-        tune_kernels: Have Triton's autotuner time all configurations of the delta net's kernels at the first start,
-            instead of a few likely ones.
     """
 
     preset: str = "tiny"
@@ -125,15 +113,7 @@ class ModelConfig:
     weights: str | None = None
     backend: Literal["auto", "torch", "transformer_engine"] = "auto"
     mtp: bool | None = None
-    mtp_loss_scale: float = 0.1
-    moe_aux_loss: float | None = None
-    language_only: bool = False
     freeze: tuple[str, ...] = ()
-    recompute: Literal["none", "selective", "full"] = "none"
-    vision_recompute: bool = False
-    vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
-    compile: bool = False
-    tune_kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +147,12 @@ class ParallelConfig:
     ep: int = 1
     fsdp: bool = False
     cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes by their names in :mod:`model.parallel`."""
+        language = {"tensor": self.tp, "context": self.cp, "pipeline": self.pp, "expert": self.ep}
+        return language | {"vision": self.vision_gpus, "vision_tensor": self.vision_tp or 1}
 
 
 @dataclass(frozen=True)

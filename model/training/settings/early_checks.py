@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model.architecture import Architecture
-from model.families import preset, presets, spec_of
+from model.families import preset, spec_of
 from model.network.settings import SettingError
 from model.parallel.layout import require_layout
 from model.training.settings.config import ConfigError, DataConfig, TrainConfig
@@ -29,11 +29,10 @@ def check_early(config: TrainConfig) -> None:
         ConfigError: If a setting is invalid.
         DatasetFormatError: If a folder is not a finished dataset.
     """
-    require_preset(config)
+    architecture = preset_of(config)
     require_data_named(config.data)
     _require_folder("run.out", config.run.out)
     _require_layout(config)
-    architecture = None if config.model.hf is not None else preset(config.model.preset)
     if architecture is not None:
         _require_settings(config, architecture)
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -65,14 +64,16 @@ def _require_folder(setting: str, value: str) -> None:
         )
 
 
-def require_preset(config: TrainConfig) -> None:
-    """Raises an error if the run builds an unknown preset.
+def preset_of(config: TrainConfig) -> Architecture | None:
+    """Returns the preset that the run builds; None with ``model.hf``.
 
     Raises:
         ConfigError: If the preset is unknown.
     """
-    if config.model.hf is None and config.model.preset not in presets():
-        raise ConfigError(f"unknown preset {config.model.preset!r}; choose one of {', '.join(presets())}")
+    try:
+        return None if config.model.hf is not None else preset(config.model.preset)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def require_data_family(architecture: Architecture, manifest: Manifest, data: str) -> None:
@@ -117,15 +118,7 @@ def _require_layout(config: TrainConfig) -> None:
     """Raises an error if the layout or the global batch does not fit the number of processes."""
     parallel, world = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        require_layout(
-            world,
-            tensor=parallel.tp,
-            context=parallel.cp,
-            pipeline=parallel.pp,
-            expert=parallel.ep,
-            vision=parallel.vision_gpus,
-            vision_tensor=parallel.vision_tp or 1,
-        )
+        require_layout(world, **parallel.sizes)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if config.optimizer.offload and config.run.async_save:

@@ -6,27 +6,19 @@ import dataclasses
 from typing import Literal
 
 from model.architecture import Architecture
-from model.network.settings import ModelSettings, SettingError
+from model.network.settings import ModelOptions, ModelSettings, SettingError
 from model.training.settings.config import ConfigError, TrainConfig, flattened
 
 #: Fields of :class:`ModelSettings`, by their settings in a run's configuration: those that are equal, and the others.
-_EQUAL = {
+_EQUAL = {each.name: f"model.{each.name}" for each in dataclasses.fields(ModelOptions)} | {
     "tensor_parallel": "parallel.tp",
     "vision_tensor_parallel": "parallel.vision_tp",
-    "language_only": "model.language_only",
     "sequence_parallel": "parallel.sp",
     "context_parallel": "parallel.cp",
     "pipeline_parallel": "parallel.pp",
     "expert_parallel": "parallel.ep",
-    "mtp_loss_scale": "model.mtp_loss_scale",
-    "moe_aux_loss": "model.moe_aux_loss",
-    "recompute": "model.recompute",
-    "vision_recompute": "model.vision_recompute",
-    "vision_attention": "model.vision_attention",
     "cp_comm_type": "parallel.cp_comm",
     "fp8_recipe": "run.fp8_recipe",
-    "compile": "model.compile",
-    "tune_kernels": "model.tune_kernels",
 }
 _OTHERS = {
     "separate_vision": "parallel.vision_gpus",

@@ -85,7 +85,6 @@ def in_the_tower() -> None:
     """A model with deepstack gives the same with the kernels: also recomputed, fully sharded, and with frozen parts."""
     accept_scalar_bounds()
     from model.families import spec_of
-    from model.network.biased_gelu import kernel_gelu
     from model.network.residual import KernelResidual
     from model.network.settings import ModelSettings
     from model.network.vision_attention import _attend, _split_and_rotate
@@ -109,7 +108,7 @@ def in_the_tower() -> None:
         for name, parameter in built.train().named_parameters():
             parameter.requires_grad = frozen not in name
         for block in built.vision.blocks if kernels else ():
-            block.residual, block.gelu = KernelResidual(wanted.vision.layer_norm_eps), kernel_gelu
+            block.residual = KernelResidual(wanted.vision.layer_norm_eps)
             block.core_attention = RotatingAttention()
         if sharded:
             shard_parameters(built, torch.float32, torch.device("cpu"))

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from model.kernels import ahead
-from model.kernels.ahead import Kernels, KernelsAhead, hash_triton
-from model.kernels.decoder import DecoderKernels
-from model.kernels.delta_net import DeltaNetShape
+from model.kernels.ahead import KernelsAhead, hash_triton
+from model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 
@@ -70,6 +69,6 @@ class TestTheWait:
 
     def test_the_module_ends_quietly_without_a_gpu(self) -> None:
         lines: list[str] = []
-        with KernelsAhead.of(Kernels(DecoderKernels(SHAPE, None), None, None, every=False)) as started:
+        with KernelsAhead(Kernels(DecoderKernels(SHAPE, None), None, None, every=False).command()) as started:
             started.wait(lines.append)
         assert lines == []

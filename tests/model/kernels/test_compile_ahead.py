@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from model.kernels.configurations import CANDIDATES, HOPPER, choose_configurations
-from model.kernels.decoder import AttentionShape
-from model.kernels.delta_net import DeltaNetShape
-from model.kernels.tower import TowerKernels
+from model.kernels.shapes import AttentionShape, DeltaNetShape, TowerKernels
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention here")
@@ -153,8 +151,8 @@ def of_layers() -> None:
 
     from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
     from model.kernels.compile_ahead import collect, pretend_hopper
-    from model.kernels.decoder import run_layers
     from model.kernels.gating import SwiGLUActivation
+    from model.kernels.shapes import run_layers
     from model.network.attention import KernelSelfAttention
     from model.parallel.packed import PackParams
 
@@ -246,7 +244,6 @@ def of_the_tower() -> None:
     from torch import nn
 
     from model.kernels.compile_ahead import collect, pretend_hopper
-    from model.network.biased_gelu import kernel_gelu
     from model.network.residual import KernelResidual
     from model.network.vision import VisionBlock
     from model.network.vision_attention import _split_and_rotate
@@ -264,7 +261,7 @@ def of_the_tower() -> None:
         made.proj = made.linear_fc2 = lambda x: (x[:, :96], empty(96))
         made.core_attention = lambda *inputs: torch.cat(_split_and_rotate(*inputs))[:300].flatten(1)
         made.linear_fc1 = lambda x: (torch.cat([x, x], -1), empty(192))
-        made.head_dim, made.residual, made.gelu = 16, KernelResidual(1e-6), kernel_gelu
+        made.head_dim, made.residual = 16, KernelResidual(1e-6)
         images: Any = SimpleNamespace(turns=torch.empty(300, 16, device="meta"))
         out = made(empty(300, 96), images)
         out.backward(torch.ones_like(out))
@@ -288,7 +285,7 @@ def test_the_tower_launches_what_is_compiled_ahead(tmp_path: Path) -> None:
 
 
 def of_cross_entropy() -> None:
-    from model.kernels.cross_entropy import run_cross_entropy
+    from model.kernels.shapes import run_cross_entropy
 
     run_cross_entropy(320, "meta")
     print(json.dumps({"package": "transformer_engine" in sys.modules}))

@@ -15,7 +15,7 @@ from vlmdata.batch import PackedBatch
 
 pytest.importorskip("megatron.core")
 
-from model.parallel.image_rows import ImageRows, image_tokens, places
+from model.parallel.image_rows import ImageEmbeddings, ImageRows, image_tokens
 from model.parallel.packed import PackIndex
 
 MERGE = 4
@@ -58,11 +58,12 @@ def placed(batch: PackedBatch, context: int, parts: int, ahead: bool) -> torch.T
         needed = {int(row) for row in rows_by_rank[rank].row_of_token[tokens[rank][tokens[rank] >= 0]] if row >= 0}
         assert routes[rank].wanted.tolist() == sorted(needed), "each row once, and none that no token needs"
         arrived = torch.cat(pieces)
-        where, which = places(rows_by_rank[rank].row_of_token, routes[rank].wanted, each.local, CPU)
+        embeddings = ImageEmbeddings(arrived, routes[rank].wanted, rows_by_rank[rank].row_of_token)
+        where, which = embeddings.places(each.local)
         assert where.tolist() == image_tokens(batch, MERGE, each.local).tolist()
         whole[torch.from_numpy(each.local)[where]] = arrived[which]
         if ahead:
-            after, which = places(rows_by_rank[rank].row_of_token, routes[rank].wanted, each.following, CPU)
+            after, which = embeddings.places(each.following)
             assert torch.equal(arrived[which], placed_alone(batch)[torch.from_numpy(each.following)[after]])
     return whole
 

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("megatron.core")
 
 from model.families.qwen3_5.architecture import Qwen35Architecture
-from model.families.qwen3_5.flops import step_flops
 from model.families.qwen3_5.presets import PRESETS
+from model.families.qwen3_5.spec import step_flops
 from model.parallel import groups
 from model.training.data import RankPlace, open_loader
 from model.training.loop import train

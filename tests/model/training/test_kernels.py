@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import model.training.kernels
-from model.kernels.ahead import Kernels, KernelsAhead
-from model.kernels.decoder import AttentionShape, DecoderKernels
-from model.kernels.delta_net import DeltaNetShape
-from model.kernels.tower import TowerKernels
+from model.kernels.shapes import AttentionShape, DecoderKernels, DeltaNetShape, Kernels, TowerKernels
 from model.training.kernels import compile_ahead, needs_compiler
 from model.training.settings.config_loading import load_config
 
 SHAPE = DeltaNetShape(tokens=16384, key_heads=16, value_heads=32, key_width=128, value_width=128, taps=4)
+
+
+def kernels_of(command: list[str]) -> Kernels:
+    kernels: Kernels = pickle.loads(bytes.fromhex(command[-1]))
+    return kernels
 
 
 class TestTheStart:
@@ -26,7 +29,7 @@ class TestTheStart:
     def started(self, monkeypatch: pytest.MonkeyPatch) -> list[Kernels]:
         found: list[Kernels] = []
         monkeypatch.setattr(model.training.kernels, "can_compile_ahead", lambda: True)
-        monkeypatch.setattr(KernelsAhead, "of", lambda kernels: found.append(kernels))
+        monkeypatch.setattr(model.training.kernels, "KernelsAhead", lambda command: found.append(kernels_of(command)))
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         return found
 

@@ -17,8 +17,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 import model.training.loop
-from model.parallel.waiting import DeviceMoment
-from model.training.device_values import DeviceValues
+from model.parallel.waiting import DeviceMoment, DeviceValues
 from model.training.loop import runs_ahead
 from model.training.processes.failure import NotFiniteError
 from model.training.step import LaunchedStep, Stepper, StepResult

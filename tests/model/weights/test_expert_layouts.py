@@ -19,7 +19,7 @@ from model.families import architecture_to_hf, spec_of
 from model.network.settings import ModelSettings
 from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import WeightsError
-from model.weights.hf_load import ModelPart, fill_from_folder
+from model.weights.hf_load import fill_from_folder
 from tests.model.helpers import small_architecture, weights_of
 
 pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.slow]
@@ -58,7 +58,7 @@ def write(folder: Path, architecture: Any, weights: dict[str, torch.Tensor]) -> 
 def experts_of(folder: Path, architecture: Any) -> dict[str, torch.Tensor]:
     """The experts' matrices of all layers of our model, as (out, in), after a direct load."""
     model: Any = spec_of(architecture).build(architecture, ModelSettings())
-    fill_from_folder(model, folder, architecture, ModelPart(0, 1, None, False))
+    fill_from_folder(model, folder, architecture)
     found = {name: each.detach() for name, each in model.named_parameters() if ".local_experts." in name}
     assert len(found) == 4 * 4 * 2
     return found

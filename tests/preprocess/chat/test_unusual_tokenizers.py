@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
@@ -302,7 +302,6 @@ def forgeable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return variant(tmp_path_factory.mktemp("forgeable"), **request.param)
 
 
-@settings(max_examples=150)
 @given(
     question=st.lists(words, min_size=1, max_size=2), answer=words, system=words, policy=st.sampled_from(SpecialText)
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from preprocess.recipes.base import REGISTRY
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, Ended, environment, run, start
 from vlmdata import __version__
+from vlmdata.cli.main import main
 from vlmdata.families.qwen3_5 import FAMILY
 
 pytestmark = pytest.mark.slow
@@ -41,10 +44,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A run of the real command, and its folder."""
+    """A run of the command off a terminal, in this process, and its folder."""
     out = tmp_path_factory.mktemp("finished") / "out"
     options = ("--rows-per-shard", 16, "-j", 1, "--max-reject-rate", 0.2, *SMALL_IMAGES)
-    return out, run("preprocess", source, "--out", out, *options)
+    arguments = ["vlmdata", *map(str, ("preprocess", source, "--out", out, *options))]
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", arguments)
+        patch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return out, subprocess.CompletedProcess(arguments, int(ended.value.code or 0), stdout.getvalue(), stderr.getvalue())
 
 
 class TestHelp:

@@ -119,7 +119,7 @@ conversations = st.builds(
 )
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(conversation=conversations, think=st.sampled_from(TrainThink))
 def test_the_ids_before_the_target_are_those_of_the_generation_prompt(
     tokenizer: Any, conversation: Conversation, think: TrainThink

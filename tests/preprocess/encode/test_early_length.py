@@ -87,7 +87,7 @@ class TestOverlongByImages:
         sample = talk([picture(seed) for seed in range(60)])
         found = rejection(encoder, sample)
         assert (found.reason, decoded) == (Reason.OVERLONG, [])
-        monkeypatch.setattr("preprocess.encode.encoder.image_tokens", lambda *_, **__: None)
+        monkeypatch.setattr("preprocess.encode.encoder.item_tokens", lambda *_, **__: None)
         assert rejection(encoder, sample).message == found.message
         assert len(decoded) == 60
 

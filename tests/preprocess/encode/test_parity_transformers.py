@@ -136,7 +136,7 @@ def small_processor(tokenizer: Any) -> Any:
     return build_processor(tokenizer, SMALL)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(conversation=conversations())
 def test_random_conversations_equal_the_processor(
     conversation: Conversation, tokenizer: Any, small_processor: Any
@@ -177,7 +177,7 @@ def sources() -> list[Any]:
 @pytest.mark.parametrize("images", [CORD, CHECKPOINT], ids=["cord_bounds", "checkpoint_bounds"])
 def test_receipts_equal_the_processor(spec: str, images: ImageConfig, tokenizer: Any) -> None:
     config = PreprocessConfig(image=images, max_length=100_000)
-    source = open_source(spec, limit=12)
+    source = open_source(spec, limit=4)
     recipe, encoder = load_recipe("cord_v2"), Encoder(config, tokenizer)
     processor = build_processor(tokenizer, images)
     for number in range(source.num_rows):
@@ -189,7 +189,7 @@ def test_receipts_equal_the_processor(spec: str, images: ImageConfig, tokenizer:
 def test_demo_chats_equal_the_processor(tokenizer: Any, name: str) -> None:
     """Of both families whose processor is Qwen3VLProcessor."""
     config = PreprocessConfig(recipe="chat", image=SMALL, family=name)
-    source = open_source("demo", layout="chat", limit=40)
+    source = open_source("demo", layout="chat", limit=16)
     recipe, encoder = load_recipe("chat"), Encoder(config, tokenizer)
     processor = build_processor(tokenizer, SMALL)
     seen_images = set()

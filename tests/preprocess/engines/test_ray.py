@@ -43,6 +43,8 @@ CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=ROWS_P
 SMALL_STORE = 80 * 2**20
 #: For things that take seconds on an idle machine.
 PATIENCE = 240
+#: Seconds between two looks at all processes of the machine, each of which costs some.
+LOOK = 0.2
 
 #: The rows of the last shards wait for a file, so that a run cannot end before a test wants it to.
 _RECIPE = """
@@ -133,7 +135,7 @@ def test_workers_a_raylet_and_drivers_may_die(
 
     process = begin(source, out, cluster)
     until_made(process, out, 2)
-    assert wait_until(lambda: tasks_of(out), PATIENCE)  # named after their shards
+    assert wait_until(lambda: tasks_of(out), PATIENCE, LOOK)  # named after their shards
     for _ in range(2):  # the second one comes while the tasks are still at work, and not when Ray ends at the exit
         os.killpg(process.pid, signal.SIGINT)
         assert wait_until(lambda: not is_pending(process.pid, signal.SIGINT), PATIENCE, 0.001)
@@ -142,18 +144,18 @@ def test_workers_a_raylet_and_drivers_may_die(
     assert stdout == ""
     assert "interrupted; finished work is kept" in stderr
     assert "Traceback" not in stderr
-    assert wait_until(lambda: not tasks_of(out), PATIENCE)
+    assert wait_until(lambda: not tasks_of(out), PATIENCE, LOOK)
     assert not list(out.glob("**/*.tmp"))
 
     process = begin(source, out, cluster)
     until_made(process, out, finished_shards(out) + 3)
     process.kill()
     process.communicate()
-    assert wait_until(lambda: not tasks_of(out), PATIENCE), "tasks outlive their driver"
+    assert wait_until(lambda: not tasks_of(out), PATIENCE, LOOK), "tasks outlive their driver"
 
     process = begin(source, out, cluster)
     until_made(process, out, finished_shards(out) + 1)
-    assert wait_until(lambda: kill_a_task(out), PATIENCE)
+    assert wait_until(lambda: kill_a_task(out), PATIENCE, LOOK)
     until_made(process, out, finished_shards(out) + 1)
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
     cluster.add_node(num_cpus=1, object_store_memory=SMALL_STORE)
@@ -211,9 +213,9 @@ def test_a_run_that_is_left_ends_its_tasks_and_keeps_the_connection(
     jobs = [ShardJob(0, 0, 2), *(ShardJob(n, 2 * n, 2 * n + 40) for n in range(1, 4))]  # 40 s each, but for the first
     with closing(load_engine("ray").run(work, jobs, 2, Counters(4))) as records:
         assert next(records).info.name == "shard-000000.tar"
-        assert wait_until(lambda: tasks_of(out), PATIENCE)
+        assert wait_until(lambda: tasks_of(out), PATIENCE, LOOK)
     assert ray.is_initialized()
-    assert wait_until(lambda: not tasks_of(out), PATIENCE)
+    assert wait_until(lambda: not tasks_of(out), PATIENCE, LOOK)
     assert [path.name for path in out.glob("shard-*")] == ["shard-000000.tar"]
 
 

@@ -44,10 +44,11 @@ def measure(source: Path, out: Path, rows_per_shard: int, *options: Any) -> Peak
     """Runs the command with two workers and watches it."""
     arguments = ["--out", out, *TOKENIZER, "-j", 2, "--rows-per-shard", rows_per_shard, *options]
     process = start("preprocess", source, *arguments)
-    parent, workers = 0, dict[int, int]()
+    parent, workers, looked = 0, dict[int, int](), 0.0
     while process.poll() is None:
         parent = max(parent, _kib(process.pid, "VmHWM"))
-        if len(workers) < 2:  # to look for them takes more time than to look at them
+        if len(workers) < 2 and time.monotonic() - looked > 0.2:  # looking for them reads all processes
+            looked = time.monotonic()
             workers = {worker.pid: 0 for worker in workers_of(process)}
         workers = {worker: max(most, _kib(worker, "RssAnon")) for worker, most in workers.items()}
         time.sleep(0.01)

@@ -8,6 +8,7 @@ import json
 import pickle
 import tarfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from preprocess.sources.rows import Source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.faulty_proxy import FAULTS, FaultyProxy, proxying
 from tests.object_store import ObjectStore, forget_file_systems
-from tests.preprocess.command_line import SMALL_IMAGES, run
+from tests.preprocess.command_line import SMALL_IMAGES
 from vlmdata import attempts
 from vlmdata.errors import ConfigMismatchError, SourceError
 from vlmdata.format.schema import MANIFEST_NAME
@@ -255,7 +256,15 @@ def test_an_object_that_changed_between_runs_is_refused_with_both_identities(tmp
     assert changed.identity["files"][0]["etag"] in str(error.value)
 
 
-def test_the_command_makes_the_dataset_of_the_same_files_on_disk(tmp_path, object_store):
+@pytest.fixture
+def new_workers(object_store: ObjectStore) -> Iterator[None]:
+    """Workers started from now on have the bucket in their environment."""
+    forkserver._forkserver._stop()  # that of earlier tests keeps their environment
+    yield
+    forkserver._forkserver._stop()
+
+
+def test_the_command_makes_the_dataset_of_the_same_files_on_disk(tmp_path, object_store, vlmdata, new_workers):
     """With two workers, which know the bucket by their environment alone."""
     folder = tmp_path / "data"
     for split, numbers in (("train", range(14)), ("test", range(14, 18))):
@@ -264,8 +273,8 @@ def test_the_command_makes_the_dataset_of_the_same_files_on_disk(tmp_path, objec
     for split in ("train", "test"):
         preprocess_dataset(open_source(str(folder), split=split), tmp_path / "disk" / split, config)
     options = ("--split", "train,test", "-j", 2, "--rows-per-shard", 4, *SMALL_IMAGES)
-    ended = run("preprocess", object_store.put(folder, "cord"), "--out", tmp_path / "bucket", *options)
-    assert ended.returncode == 0, ended.stderr
+    ended = vlmdata("preprocess", object_store.put(folder, "cord"), "--out", tmp_path / "bucket", *options)
+    assert ended.code == 0, ended.stderr
     made = {
         name: {path: data for path, data in tree_bytes(tmp_path / name).items() if not path.endswith(MANIFEST_NAME)}
         for name in ("disk", "bucket")

@@ -15,8 +15,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 import model.training.checkpoints.checkpoint
-from model.training.checkpoints.folder import checkpoints_in, remove
+from model.training.checkpoints.folder import remove
 from model.training.settings.config import ConfigError
+from model.weights.places import checkpoints_in
 from tests.conftest import tree_bytes
 from vlmdata.errors import ResourceError
 

@@ -148,14 +148,14 @@ def test_the_line_of_a_step_shows_both_sides_of_a_separate_tower() -> None:
         seconds=2.0, data_wait=0.5, memory=50 << 30, interrupted=False, not_finite=(), batches=(), vision_flops=1e12,
         vision_memory=48 << 30, vision_wait=0.4, language_wait=0.02,
     )  # fmt: skip
-    apart = StepReport(3, 0, result, 1e-4, {"mfu": 0.3, "vision_mfu": 0.2, "language_mfu": 0.4}, "")
+    apart = StepReport(3, result, {"mfu": 0.3, "vision_mfu": 0.2, "language_mfu": 0.4})
     assert apart.line(10).endswith(
         "wait 25.0% (vision 20.0%, language 1.0%)  mfu 30.0% (vision 20.0%, language 40.0%)  "
         "mem 50.0 GiB (vision 48.0)  2.00 s"
     )
     assert apart.metrics["vision_memory_gib"] == 48
     together = dataclasses.replace(result, vision_memory=0, vision_wait=None, language_wait=None)
-    line = StepReport(3, 0, together, 1e-4, {"mfu": 0.3}, "").line(10)
+    line = StepReport(3, together, {"mfu": 0.3}).line(10)
     assert line.endswith("wait 25.0%  mfu 30.0%  mem 50.0 GiB  2.00 s")
 
 

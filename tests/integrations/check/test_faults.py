@@ -1,0 +1,208 @@
+"""``check`` finds nothing wrong with healthy models, and names each planted fault, for every family it applies to."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.check import faults
+from tests.integrations.tiny_models import MODELS, family_of, tiny_model
+from vlmdata.batch import PackedBatch
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.integrations.check import Checked, Kind, Result, check, check_data
+from vlmdata.integrations.check.packs import CheckData
+
+LINEAR, DEEPSTACK = ("qwen3_5", "qwen3_5_moe"), ("qwen3_vl", "qwen3_vl_moe")
+Data = Callable[[str], CheckData]
+
+#: Each fault, the families it applies to, the kinds that it is named, and whether samples reach each other.
+PLANTED: list[tuple[Callable[[Any], faults.Forward], tuple[str, ...], list[Kind], bool | None]] = [
+    (faults.no_cu_seqlens_in_the_delta_rule, LINEAR, [Kind.STATE], True),
+    (faults.no_borders_in_the_convolution, LINEAR, [Kind.CONVOLUTION], True),
+    (faults.linear_attention_over_the_pack, LINEAR, [Kind.CONVOLUTION, Kind.STATE], True),
+    (faults.no_cu_seqlens_in_an_opaque_layer, ("qwen3_5",), [Kind.STATE], True),
+    (faults.no_borders_in_an_opaque_layer, ("qwen3_5",), [Kind.CONVOLUTION], True),
+    (faults.attention_over_the_pack, tuple(MODELS), [Kind.ATTENTION], True),
+    (faults.positions_that_do_not_restart, tuple(MODELS), [Kind.POSITION], None),
+    (faults.pixels_of_another_sample, tuple(MODELS), [Kind.PIXELS], None),
+    (faults.swapped_image_features, tuple(MODELS), [Kind.PIXELS], True),
+    (faults.deepstack_rows_misplaced, DEEPSTACK, [Kind.DEEPSTACK], None),
+    (faults.labels_shifted_again, tuple(MODELS), [Kind.LABELS], None),
+    (faults.labels_that_cross_borders, tuple(MODELS), [Kind.LABELS], True),
+    (faults.unweighted_loss, ("qwen3_vl",), [Kind.LABELS], False),
+    (faults.stale_lengths, tuple(MODELS), [Kind.STALE], True),
+]
+
+
+@pytest.fixture(scope="session")
+def data(random_data: Callable[[str], Path]) -> Data:
+    """Three or four samples of 512 tokens together, with no to two images."""
+
+    @cache
+    def of(model_type: str) -> CheckData:
+        return check_data(VlmDataset(random_data(family_of(model_type))), 512)
+
+    return of
+
+
+def checked(model_type: str, fault: Callable[[Any], faults.Forward], data: Data, **options: Any) -> Result:
+    def build() -> Checked:
+        model = tiny_model(model_type, num_hidden_layers=2, **_two_kinds(model_type))
+        return Checked(model, fault(model))
+
+    return check(build, data(model_type), **options)
+
+
+def _two_kinds(model_type: str) -> dict[str, Any]:
+    return {"layer_types": ["linear_attention", "full_attention"]} if model_type in LINEAR else {}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_healthy_model_has_no_faults(model_type: str, data: Data) -> None:
+    result = checked(model_type, faults.healthy, data)
+    assert not result.findings, result.findings
+    parts = {each.part for each in result.comparisons}
+    expected = {"tokens", "images", "positions", "attention", "loss", "gradients"}
+    expected |= {"linear attention"} if model_type in LINEAR else set()
+    expected |= {"deepstack"} if model_type in DEEPSTACK else set()
+    assert parts >= expected
+    assert all(each.error < each.tolerance / 3 for each in result.comparisons), result.comparisons
+
+
+@pytest.mark.parametrize(
+    ("fault", "model_type", "kinds", "crosses"),
+    [
+        pytest.param(fault, model_type, kinds, crosses, id=f"{fault.__name__}-{model_type}")
+        for fault, model_types, kinds, crosses in PLANTED
+        for model_type in model_types
+    ],
+)
+def test_a_planted_fault_is_named(
+    fault: Callable[[Any], faults.Forward], model_type: str, kinds: list[Kind], crosses: bool | None, data: Data
+) -> None:
+    result = checked(model_type, fault, data, gradients=False)
+    assert [each.kind for each in result.findings] == kinds, result.findings
+    for finding in result.findings:
+        assert finding.error > 10 * finding.tolerance
+        assert crosses is None or finding.crosses is crosses, finding
+
+
+def test_bfloat16_is_compared_with_its_own_error(data: Data) -> None:
+    result = checked("qwen3_5_moe", faults.healthy, data, dtype=torch.bfloat16)
+    assert not result.findings, result.findings
+    loss = next(each for each in result.comparisons if each.part == "loss")
+    assert loss.tolerance > 0.001
+
+
+@pytest.mark.parametrize("fault", [faults.no_cu_seqlens_in_the_delta_rule, faults.no_borders_in_the_convolution])
+def test_leaks_are_found_in_bfloat16(fault: Callable[[Any], faults.Forward], data: Data) -> None:
+    result = checked("qwen3_5", fault, data, dtype=torch.bfloat16, gradients=False)
+    expected = Kind.STATE if fault is faults.no_cu_seqlens_in_the_delta_rule else Kind.CONVOLUTION
+    assert [each.kind for each in result.findings] == [expected]
+
+
+@pytest.mark.parametrize("over_borders", [False, True])
+def test_multi_token_prediction(over_borders: bool, data: Data) -> None:
+    def build() -> Checked:
+        torch.manual_seed(0)
+        model = faults.WithMtp(tiny_model("qwen3_vl", num_hidden_layers=2))
+        return Checked(model, faults.mtp(model, over_borders=over_borders))
+
+    result = check(build, data("qwen3_vl"))
+    assert "multi-token prediction" in {each.part for each in result.comparisons}
+    assert {each.kind for each in result.findings} == ({Kind.MTP} if over_borders else set())
+    if over_borders:
+        assert result.findings[0].place == "forward"
+
+
+def test_a_leak_of_the_backward_pass(data: Data) -> None:
+    def build() -> Checked:
+        model = tiny_model("qwen3_vl", num_hidden_layers=2)
+        inside = faults.healthy(model)
+
+        def forward(batch: PackedBatch) -> Any:
+            with _doubled_gradients(model.model.language_model.layers[0].self_attn, batch.num_samples > 1):
+                return inside(batch)
+
+        return Checked(model, forward)
+
+    (finding,) = check(build, data("qwen3_vl")).findings
+    assert (finding.kind, finding.phase) == (Kind.ATTENTION, "backward")
+    assert finding.place == "model.language_model.layers.0.self_attn"
+
+
+@contextmanager
+def _doubled_gradients(layer: torch.nn.Module, doubled: bool) -> Iterator[None]:
+    def double(module: Any, args: Any, output: Any) -> Any:
+        hidden, weights = output
+        if doubled and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 2 * gradient)
+        return hidden, weights
+
+    handle = layer.register_forward_hook(double)
+    yield
+    handle.remove()
+
+
+def test_a_forward_that_shows_no_modules(data: Data) -> None:
+    """The computation is in a copy of the model, as if compiled: that samples leak is known, but not where."""
+
+    def build() -> Checked:
+        model = tiny_model("qwen3_vl", num_hidden_layers=2)
+        return Checked(model, faults.attention_over_the_pack(copy.deepcopy(model)))
+
+    (finding,) = check(build, data("qwen3_vl"), gradients=False).findings
+    assert (finding.kind, finding.place, finding.crosses) == (Kind.OTHER, "forward", True)
+    assert "no module shows a difference" in finding.detail
+
+
+class _Cumulated(torch.nn.Module):
+    """A model that is not of transformers: means over the earlier tokens of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(1024, 16), torch.nn.Linear(16, 1024)
+
+    def forward(self, ids: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        pieces = self.embedding(ids[0]).tensor_split(bounds[1:-1])
+        return self.head(torch.cat([each.cumsum(0) / 100 for each in pieces]))
+
+
+@pytest.mark.parametrize(("fault", "kinds"), [("none", []), ("whole", [Kind.OTHER]), ("stale", [Kind.STALE])])
+def test_a_model_that_transformers_does_not_know(fault: str, kinds: list[Kind], data: Data) -> None:
+    def build() -> Checked:
+        torch.manual_seed(0)
+        model, kept = _Cumulated(), []
+
+        def forward(batch: PackedBatch) -> Any:
+            bounds = batch.cu_seqlens_padded.tolist()
+            if batch.num_samples > 1 and fault == "stale":
+                kept.append(bounds)
+                bounds = kept[0]
+            return {"logits": model(batch.input_ids, bounds if fault != "whole" else bounds[:: len(bounds) - 1])}
+
+        return Checked(model, forward)
+
+    result = check(build, data("qwen3_vl"))
+    assert result.reference == "the model's own forward, one sample per batch"
+    assert [each.kind for each in result.findings] == kinds
+
+
+def test_the_model_stays_as_it_was(data: Data) -> None:
+    model = tiny_model("qwen3_5", num_hidden_layers=2, **_two_kinds("qwen3_5"))
+    module, call = sys.modules[type(model).__module__], torch.nn.Module.__call__
+    before = (module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule)
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    check(lambda: Checked(model, faults.linear_attention_over_the_pack(model)), data("qwen3_5"))
+    assert (module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule) == before
+    assert torch.nn.Module.__call__ is call
+    assert all(torch.equal(each, weights[name]) for name, each in model.state_dict().items())
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())

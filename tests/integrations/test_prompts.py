@@ -1,0 +1,57 @@
+"""Prompts by key against the stored samples. ``examples/rollouts.py`` gets them from a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.loader.conftest import receipts  # noqa: F401
+from vlmdata.errors import NotFoundError, UsageError
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.integrations.prompts import Prompts
+
+
+def test_a_prompt_is_the_sample_up_to_its_first_target(receipts: Path) -> None:  # noqa: F811
+    stored, prompts = VlmDataset(receipts), Prompts(receipts, longest=2048)
+    assert len(prompts) == len(stored)
+    found = 0
+    for key in reversed(prompts.keys):
+        sample, prompt = stored.sample(key), prompts.get(key)
+        targets = np.flatnonzero(sample.loss_mask)
+        length = int(targets[0]) if len(targets) else sample.length
+        assert prompt.key == key
+        assert prompt.ids == sample.input_ids[:length].tolist()
+        assert prompt.position_ids.tolist() == sample.position_ids[:, :length].tolist()
+        images = list(prompt.images)
+        count = int((stored.index.item_starts[_items_of(stored, key)] < length).sum())
+        assert len(images) == len(prompt.image_grid_thw) == count
+        assert prompt.image_grid_thw.tolist() == sample.image_grid_thw[:count].tolist()
+        patches = sample.patches[: int(sample.image_grid_thw[:count].prod(axis=1).sum())]
+        assert torch.equal(prompt.pixel_values, stored.family.pixel_values(torch.from_numpy(patches.copy())))
+        if images:
+            again = [stored.family.patchify(image.transpose(2, 0, 1)) for image in images]
+            assert np.array_equal(np.concatenate(again).reshape(patches.shape), patches)
+        assert bool(prompt.model_inputs) == bool(images)
+        found += len(images)
+    assert found
+    prompts.close()
+
+
+def _items_of(stored: VlmDataset, key: str) -> slice:
+    number = stored.index.position_of(key)
+    return slice(*stored.index.grid_offsets[number : number + 2].tolist())
+
+
+def test_errors_say_what_to_give(receipts: Path) -> None:  # noqa: F811
+    prompts = Prompts(receipts, longest=2048)
+    with pytest.raises(NotFoundError, match="no sample 'other'"):
+        prompts.get("other")
+    with pytest.raises(IndexError):
+        prompts[len(prompts)]
+    with pytest.raises(UsageError, match="raise capacity to at least"):
+        Prompts(receipts, longest=16)
+    with pytest.raises(UsageError, match="prompts are those of one dataset"):
+        Prompts([receipts, receipts], longest=2048)  # type: ignore[arg-type]

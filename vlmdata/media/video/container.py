@@ -1,0 +1,127 @@
+"""Opens video files for reading, with limits on what FFmpeg may do with them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from vlmdata.media.error import MediaError
+from vlmdata.media.signatures import VIDEO, recognise
+from vlmdata.reasons import Reason
+from vlmdata.wording import counted
+
+if TYPE_CHECKING:
+    from av.container.input import InputContainer
+    from av.video.stream import VideoStream
+
+#: A video: its bytes, or the path of its file, which is then read in parts.
+type VideoSource = bytes | Path
+
+#: FFmpeg's readers of single files. Its readers of playlists open other files and URLs, which data must not name.
+_FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,mpegvideo,flv,asf,ogg,mxf,nut,ivf,obu,h264,hevc,vvc,"
+    "m4v,mjpeg,dv,rm,apng,webp_anim"
+)
+_HEAD_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class VideoLimits:
+    """What is accepted of a video file.
+
+    Attributes:
+        max_source_pixels: Files with larger frames are rejected before decoding.
+        keep_damaged: Whether the frames before the first damage are used; else the file is rejected.
+    """
+
+    max_source_pixels: int = 2**28
+    keep_damaged: bool = False
+
+
+def file_of(source: VideoSource) -> IO[bytes]:
+    """Opens the bytes of a video. FFmpeg gets no path: it gives names with a colon a meaning of their own."""
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+@contextmanager
+def opened(source: VideoSource, limits: VideoLimits, what: str) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Opens a file, and yields it with its video stream, ready to decode in one thread.
+
+    Args:
+        source: The file.
+        limits: Tells the largest frame.
+        what: Name of the field for messages, such as ``videos[2]``.
+
+    Raises:
+        MediaError: EMPTY_VIDEO, NOT_A_VIDEO, UNSUPPORTED_VIDEO, DAMAGED_VIDEO if it does not open, or VIDEO_TOO_LARGE.
+    """
+    import av
+
+    with ExitStack() as stack:
+        file = stack.enter_context(file_of(source))
+        head = file.read(_HEAD_BYTES)
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        if size == 0:
+            raise MediaError(Reason.EMPTY_VIDEO, f"{what}: the file has 0 bytes")
+        try:
+            container = stack.enter_context(av.open(file, "r", options={"format_whitelist": _FORMATS}))
+        except (av.FFmpegError, UnicodeDecodeError) as error:
+            raise _not_opened(head, size, error, what) from error
+        yield container, _video_stream(container, limits, what)
+
+
+def _video_stream(container: InputContainer, limits: VideoLimits, what: str) -> VideoStream:
+    import av
+    from av.stream import Disposition
+
+    streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
+    if not streams:
+        others = ", ".join(sorted({each.type for each in container.streams if each.type != "video"}))
+        found = f"{container.format.name} with {others} only" if others else f"{container.format.name} without streams"
+        raise MediaError(Reason.NOT_A_VIDEO, f"{what}: {found}, no video")
+    best = container.streams.best("video")
+    stream = best if isinstance(best, av.VideoStream) and best in streams else streams[0]
+    codec = stream.codec_context
+    if codec is None:
+        raise MediaError(
+            Reason.UNSUPPORTED_VIDEO,
+            f"{what}: {container.format.name} with a codec that FFmpeg {av.ffmpeg_version_info} cannot decode; convert "
+            "it: ffmpeg -i a.xyz a.mp4",
+        )
+    if codec.width * codec.height > limits.max_source_pixels:
+        raise MediaError(
+            Reason.VIDEO_TOO_LARGE,
+            f"{what}: frames of {codec.width}x{codec.height} = {codec.width * codec.height} pixels, over the limit of "
+            f"{limits.max_source_pixels} (--max-source-pixels)",
+        )
+    # One thread: workers decode one video each, and the same errors show every time. Without "explode", decoders invent
+    # pictures for damaged data; an HEVC decoder leaves them out.
+    codec.options = {"err_detect": "explode", "max_pixels": str(limits.max_source_pixels)}
+    codec.thread_count = 1
+    return stream
+
+
+def _not_opened(head: bytes, size: int, error: Exception, what: str) -> MediaError:
+    found, bytes_ = recognise(head), counted(size, "byte")
+    if found is VIDEO or head.startswith((b"GIF8", b"OggS")):
+        return MediaError(
+            Reason.DAMAGED_VIDEO,
+            f"{what}: a video of {bytes_} that does not open: {reason_of(error)}. It is probably incomplete; get the "
+            "file again.",
+        )
+    if found is None:
+        return MediaError(
+            Reason.NOT_A_VIDEO, f"{what}: {bytes_}, not a video that can be opened; they begin with {head[:8].hex(' ')}"
+        )
+    return MediaError(Reason.NOT_A_VIDEO, f"{what}: {found.name} ({bytes_}), not a video. {found.remedy}.")
+
+
+def reason_of(error: Exception) -> str:
+    """Returns what an error of FFmpeg says, in one line without the name of a file."""
+    text = getattr(error, "strerror", None) or str(error)
+    return (str(text).strip() or type(error).__name__).splitlines()[0]
