@@ -66,18 +66,18 @@ def last(out: Path) -> Path:
 
 class TestARun:
     def test_the_loss_falls_and_everything_is_written(self, run: Any, tmp_path: Path) -> None:
-        outcome = run(run__steps=12, run__tensorboard=True)
-        assert (outcome.steps, outcome.interrupted_by) == (12, None)
+        outcome = run(run__tensorboard=True)
+        assert (outcome.steps, outcome.interrupted_by) == (6, None)
         lines = steps_of(tmp_path / "run")
-        assert [line["step"] for line in lines] == list(range(1, 13))
+        assert [line["step"] for line in lines] == list(range(1, 7))
         assert lines[-1]["loss"] < lines[0]["loss"] - 1.0
         assert outcome.loss == lines[-1]["loss"]
         assert all(0 < line["fill"] <= 1 and line["tokens_per_second"] > 0 for line in lines)
         folder = last(tmp_path / "run")
-        assert folder.name == "step-00000012"
+        assert folder.name == "step-00000006"
         state = json.loads((folder / "run.json").read_text())
-        assert state["step"] == 12
-        assert tomllib.loads((folder / "config.toml").read_text())["run"]["steps"] == 12
+        assert state["step"] == 6
+        assert tomllib.loads((folder / "config.toml").read_text())["run"]["steps"] == 6
         assert scalars_of(tmp_path / "run", "train/loss") == pytest.approx(
             {each["step"]: each["loss"] for each in lines}
         )
@@ -92,16 +92,16 @@ class TestARun:
         assert all(torch.equal(one[name], two[name]) for name in one)
 
     def test_only_the_newest_checkpoints_are_kept(self, run: Any, tmp_path: Path) -> None:
-        run(run__steps=5, run__save_every=1, run__keep=2, data__global_batch=1)
+        run(run__steps=4, run__save_every=1, run__keep=2, data__global_batch=1)
         names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-        assert names == ["step-00000004", "step-00000005"]
+        assert names == ["step-00000003", "step-00000004"]
 
     @pytest.mark.parametrize("part", ["vision", "merger", "language"])
     def test_frozen_parts_stay_as_they_are(self, run: Any, tmp_path: Path, part: str) -> None:
-        run(run__steps=3, run__save_every=1, run__keep=0, model__freeze=[part], data__global_batch=1)
+        run(run__steps=2, run__save_every=1, run__keep=0, model__freeze=[part], data__global_batch=1)
         from model.training.optimizer.learner import part_of
 
-        first, end = (weights_of(tmp_path / "run/checkpoints" / f"step-0000000{n}") for n in (1, 3))
+        first, end = (weights_of(tmp_path / "run/checkpoints" / f"step-0000000{n}") for n in (1, 2))
         changed = {part_of(name) for name in first if not torch.equal(first[name], end[name])}
         assert changed == {"vision", "merger", "language"} - {part}
 
@@ -236,10 +236,10 @@ class TestTheCommand:
         tower = {"model__freeze": ("language", "merger"), "data__max_patches": None, "data__capacity": 896}
         train_here(alone, chats, run__steps=1, **tower)
         shutil.copytree(alone, spread)
-        train_here(alone, chats, run__steps=4, resume=True, **tower)
+        train_here(alone, chats, run__steps=3, resume=True, **tower)
         options = ("--freeze", "language,merger", "--set", "data.max_patches=none", "--capacity", "896")
         layout = ("--tp", "2", "--sp", "--set", "parallel.vision_tp=1")
-        ranks = Ranks(arguments_of(chats, spread, "--resume", *layout, *options, steps=4), tmp_path / "said", 2)
+        ranks = Ranks(arguments_of(chats, spread, "--resume", *layout, *options, steps=3), tmp_path / "said", 2)
         assert ranks.wait() == [0, 0], ranks.said(0)[-3000:]
         assert min(line["images"] for line in steps_of(alone)[1:]) > 2, "both ranks have images in every step"
         for ours, theirs in zip(steps_of(spread), steps_of(alone), strict=True):
