@@ -336,10 +336,10 @@ def recomputing(text: str) -> list[tuple[str, Any]]:
     return [("model.recompute", language), ("model.vision_recompute", vision == ["vision"])]
 
 
-def rows(results: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
-    """Lines of the report's table."""
+def rows(results: dict[str, dict[str, dict[str, Any]]], first: str) -> Iterator[str]:
+    """Lines of the report's table; ``first`` is the way to which the others are compared."""
     for name, ways in results.items():
-        ours = ways.get("ours", {}).get("tokens_per_second")
+        ours = ways.get(first, {}).get("tokens_per_second")
         for way, found in ways.items():
             if not found["batch"]:
                 yield f"| {name} | {way} | does not fit | | | | | |"
@@ -356,19 +356,19 @@ def rows(results: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
             )
 
 
-def report(about: dict[str, Any]) -> str:
-    """The results as Markdown."""
+def report(about: dict[str, Any], title: str, first: str) -> str:
+    """The results as Markdown, relative to the way ``first``."""
     return "\n".join(
         [
-            f"# transformers' model beside the bundled trainer, {about['date']}",
+            f"# {title}, {about['date']}",
             "",
             f"- `{about['command']}`",
             "",
             f"On {about['device']}; torch {about['torch']}, transformers {about['transformers']}. {about['note']}",
             "",
-            "| model | way | batch | real tokens/s | relative to ours | filled | MFU | peak memory |",
+            f"| model | way | batch | real tokens/s | relative to {first} | filled | MFU | peak memory |",
             "|---|---|---|---|---|---|---|---|",
-            *rows(about["presets"]),
+            *rows(about["presets"], first),
             "",
         ]
     )
@@ -423,7 +423,9 @@ def main() -> None:
             for way, found in measure(name, datasets, options):
                 ways[way] = found
                 stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-                stem.with_suffix(".md").write_text(report(about))
+                stem.with_suffix(".md").write_text(
+                    report(about, "transformers' model beside the bundled trainer", "ours")
+                )
     groups.destroy()
     print(stem.with_suffix(".md").read_text())
 
