@@ -248,7 +248,7 @@ def _spans(
     kind[special & (kind == 0)] = _KINDS.index(SpanKind.SPECIAL)
     kind[ids == info.image] = _KINDS.index(SpanKind.IMAGE)
     image_of = np.full(sample.length, -1)
-    for number, (start, grid) in enumerate(zip(image_starts, sample.image_grid_thw.tolist(), strict=True)):
+    for number, (start, grid) in enumerate(zip(image_starts, sample.grid_thw.tolist(), strict=True)):
         image_of[start : start + int(np.prod(grid)) // family.patches_per_token] = number
     image_of[ids != info.image] = -1
     weights = mask.astype(np.float32) if sample.loss_weights is None else sample.loss_weights[: sample.length]
@@ -272,7 +272,7 @@ def _images(
     recorded = metadata.get("images")
     recorded = recorded if isinstance(recorded, list) else []
     found = []
-    for number, ((t, h, w), start) in enumerate(zip(sample.image_grid_thw.tolist(), starts, strict=True)):
+    for number, ((t, h, w), start) in enumerate(zip(sample.grid_thw.tolist(), starts, strict=True)):
         source = recorded[number] if number < len(recorded) and isinstance(recorded[number], dict) else {}
         width = source.get("width")
         found.append(
@@ -303,7 +303,7 @@ def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np
         raise NotFoundError(
             f"no image {number}: sample {sample.key} has {counted(len(sample.items), 'image')}, numbered from 0"
         )
-    shape, found = sample.items[number], sample.image_grid_thw.tolist()
+    shape, found = sample.items[number], sample.grid_thw.tolist()
     start = sum(item.rows for item in sample.items[:number])
     _, height, width = shape.grid
     stop, merge = start + height * width * shape.copies, family.merge_size
