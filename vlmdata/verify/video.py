@@ -27,7 +27,7 @@ def steps_of(metadata: Mapping[str, Any], row: IndexRow, family: Family) -> tupl
     """
     if all(item.shape.kind != VIDEO for item in row.items) or family.video is None:
         return None
-    origins = metadata.get("images")
+    origins: Any = metadata.get("images")
     if not _is_list(origins, Mapping, len(row.items)):
         raise ValueError(f"images is not a list of {len(row.items)} objects, one per image and video")
     steps = []
