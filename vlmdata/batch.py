@@ -35,9 +35,23 @@ class SampleOrigin:
     index: int
 
 
+def _no_numbers() -> npt.NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class PackItems:
+    """The N images and videos of a pack together, in order of their tokens."""
+
+    grids: npt.NDArray[np.int64]  # int64 (N, 3), patches of each along t, h, w
+    starts: npt.NDArray[np.int64]  # int64 (N,), first token of each in the pack
+    are_videos: npt.NDArray[np.bool_]  # bool (N,), which are videos
+    numbers: npt.NDArray[np.int64]  # int64 (N,), number of each among the images, or among the videos
+
+
 @dataclass(frozen=True, eq=False)
 class HostArrays:
-    """Boundaries and images of a pack as host arrays: to read them never waits for a device."""
+    """Boundaries, images and videos of a pack as host arrays: to read them never waits for a device."""
 
     cu_seqlens: npt.NDArray[np.int64]  # int64 (segments + 1,), running sum of true lengths
     cu_seqlens_padded: npt.NDArray[np.int64]  # int64 (segments + 1,), start of each segment
@@ -45,6 +59,28 @@ class HostArrays:
     image_starts: npt.NDArray[np.int64]  # int64 (N,), first token of each image in the pack
     #: int64 (M,), which of the images ``patches`` holds. A model checks that they are those it encodes.
     image_indices: npt.NDArray[np.int64]
+    #: int64 (V, 3), patches per video along t, h, w
+    video_grid_thw: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    #: int64 (V,), first token of each video in the pack
+    video_starts: npt.NDArray[np.int64] = field(default_factory=_no_numbers)
+    #: int64 (B,), first token of each block of the videos
+    video_block_starts: npt.NDArray[np.int64] = field(default_factory=_no_numbers)
+    #: int64 (W,), which of the videos ``video_patches`` holds
+    video_indices: npt.NDArray[np.int64] = field(default_factory=_no_numbers)
+
+    @property
+    def items(self) -> PackItems:
+        """The images and videos in order of their tokens: the order in which ranks are assigned to them."""
+        starts = np.concatenate([self.image_starts, self.video_starts])
+        order = np.argsort(starts, kind="stable")
+        grids = np.concatenate([self.image_grid_thw.reshape(-1, 3), self.video_grid_thw.reshape(-1, 3)])
+        images = len(self.image_starts)
+        are_videos = order >= images
+        return PackItems(grids[order], starts[order], are_videos, order - images * are_videos)
+
+
+#: Fields of a batch that are arrays of its videos on the host, too. All are None in a pack without videos.
+VIDEO_ARRAYS = ("video_grid_thw", "video_starts", "video_block_starts", "video_indices")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,7 +88,10 @@ class PackedBatch:
     """One pack: n samples one after another, each padded to the alignment, and optionally a padded tail.
 
     T is the number of tokens in the pack, t the tokens held here (T, or T / size for a context-parallel slice), N the
-    images of the pack, P the patches held here. Segments are the samples and, with ``pad_to_capacity`` or in an empty
+    images of the pack, P the patches held here. V, B, W and Q are the videos of the pack, their blocks, the videos and
+    the patches of videos held here, T the frames per patch where it is a factor of columns. Images and videos stand
+    apart, each in order of their tokens, as transformers' models take them (``pixel_values``, ``pixel_values_videos``);
+    ``host.items`` has the order of both together. Segments are the samples and, with ``pad_to_capacity`` or in an empty
     pack, a final segment of padding. Fields of parts that were not requested are None. The loader reuses the memory of
     tensors after the last reference is gone: keep them as long as you like, but do not write to them.
 
@@ -75,6 +114,16 @@ class PackedBatch:
         image_indices: int64 (M,), ascending indices of the images in ``patches``; all N unless sliced.
         patches: Pixels of those images: uint8 (P, bytes per patch); with the loader's option ``pixels``, their
             ``pixel_values``, (P, T * bytes per patch) of that dtype, for T frames per patch.
+        video_grid_thw: int64 (V, 3), patches per video along t, h, w. Always of the whole pack. None in a pack without
+            videos, as all fields of videos are: the batches of data without videos have no such tensors.
+        video_starts: int64 (V,), first token of each video in the pack.
+        video_block_starts: int64 (B,), first token of each block of the videos, one video after another. A block is a
+            run of placeholders with other tokens around: one for each temporal patch in families that tell its time
+            before it, else one for each video. (0,) on ranks of a vision tower of its own.
+        video_indices: int64 (W,), ascending indices of the videos in ``video_patches``; all V unless sliced. A video is
+            on one context-parallel rank with all its temporal patches.
+        video_patches: Pixels of those videos: uint8 (Q * T, bytes per patch), the T frames of a patch adjacent; with
+            the loader's option ``pixels``, their ``pixel_values_videos``, (Q, T * bytes per patch).
         sample_keys: Keys of the samples.
         origins: Origins of the samples: dataset, shard and row.
         epoch: Epoch, from 0.
@@ -112,14 +161,19 @@ class PackedBatch:
     family: Family = field(default_factory=lambda: family(DEFAULT_FAMILY))
     loss_weights: torch.Tensor | None = None
     masked: tuple[int, ...] = ()
+    video_grid_thw: torch.Tensor | None = None
+    video_starts: torch.Tensor | None = None
+    video_block_starts: torch.Tensor | None = None
+    video_indices: torch.Tensor | None = None
+    video_patches: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.loss_weights is None:
             object.__setattr__(self, "loss_weights", self.loss_mask)
         if cast(HostArrays | None, self.host) is None:
-            names = [each.name for each in dataclasses.fields(HostArrays)]
-            arrays = [getattr(self, name).cpu().numpy().astype(np.int64) for name in names]
-            object.__setattr__(self, "host", HostArrays(*arrays))
+            tensors = {each.name: getattr(self, each.name) for each in dataclasses.fields(HostArrays)}
+            arrays = {name: each.cpu().numpy().astype(np.int64) for name, each in tensors.items() if each is not None}
+            object.__setattr__(self, "host", HostArrays(**arrays))
 
     def __repr__(self) -> str:
         held = (
@@ -127,10 +181,11 @@ class PackedBatch:
             if self.context_parallel is None
             else f", slice {self.context_parallel.rank} of {self.context_parallel.size}"
         )
+        videos = f", videos={len(self.host.video_starts)}" if len(self.host.video_starts) else ""
         return (
             f"PackedBatch(epoch={self.epoch}, step={self.step}, micro_batch={self.micro_batch}, pack={self.pack}, "
             f"samples={self.num_samples}, tokens={self.true_tokens} of {self.total_tokens}, "
-            f"images={len(self.host.image_grid_thw)}{held}, device={str(self.position_ids.device)!r})"
+            f"images={len(self.host.image_grid_thw)}{videos}{held}, device={str(self.position_ids.device)!r})"
         )
 
     @property
@@ -171,24 +226,46 @@ class PackedBatch:
         Raises:
             ValueError: If the batch was loaded without pixels, or expanded to a dtype that was already rounded.
         """
-        if self.patches is None:
+        return self._expanded(self.patches, dtype, copies=1)
+
+    def pixel_values_videos(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns exactly the ``pixel_values_videos`` of transformers' processor for the videos held here.
+
+        Expands ``video_patches`` as :meth:`pixel_values` does ``patches``; their frames are not repeated.
+
+        Args:
+            dtype: Result dtype; by default that of expanded patches, else float32.
+
+        Returns:
+            (Q, 2 * bytes per patch), columns (C, T, patch, patch).
+
+        Raises:
+            ValueError: If there are no videos in the pack, or see :meth:`pixel_values`.
+        """
+        if self.video_grid_thw is None:
+            raise ValueError("the pack has no videos: its video_grid_thw is None")
+        return self._expanded(self.video_patches, dtype, copies=self.family.temporal_patch_size)
+
+    def _expanded(self, patches: torch.Tensor | None, dtype: torch.dtype | None, copies: int) -> torch.Tensor:
+        if patches is None:
             raise ValueError("the batch has no patches: it was loaded without the part 'pixels'")
-        held = self.patches.dtype
+        held = patches.dtype
         if held == torch.uint8:
-            return self.family.pixel_values(self.patches, dtype)
+            return self.family.pixel_values(patches, dtype, copies=copies)
         if dtype not in (None, held) and held != torch.float32:
             raise ValueError(
                 f"the loader rounded the pixels to {held}, so their values in {dtype} are lost: load with "
                 f"pixels='float32' or 'uint8', or take pixel_values({held})"
             )
-        return self.patches if dtype is None else self.patches.to(dtype)
+        return patches if dtype is None else patches.to(dtype)
 
     def context_parallel_shard(self, rank: int, size: int) -> Self:
         """Returns the part of a whole pack that a context-parallel rank computes.
 
         Per-token tensors are its two chunks of every segment, in the order of Transformer Engine's
-        ``thd_get_partitioned_indices``. ``patches`` are those of the images that it encodes (:func:`image_owners`).
-        ``position_ids``, ``cu_seqlens`` and the grids stay whole.
+        ``thd_get_partitioned_indices``. ``patches`` are those of the images that it encodes, ``video_patches`` those of
+        the videos: :func:`image_owners` assigns both together, a video as a whole. ``position_ids``, ``cu_seqlens`` and
+        the grids stay whole.
 
         Args:
             rank: Context-parallel rank.
@@ -204,14 +281,13 @@ class PackedBatch:
         tokens = torch.from_numpy(partition_indices(self.host.cu_seqlens_padded, self.total_tokens, size, rank)).to(
             device
         )
-        grids = self.host.image_grid_thw
-        mine = np.flatnonzero(image_owners(grids, size) == rank)
-        patches = None
-        if self.patches is not None:
-            counts = grids.prod(axis=1)
-            stops = np.cumsum(counts)
-            pieces = [self.patches[stops[i] - counts[i] : stops[i]] for i in mine.tolist()]
-            patches = torch.cat(pieces) if pieces else self.patches[:0]
+        items = self.host.items
+        mine = image_owners(items.grids, size) == rank
+        images, videos = (np.sort(items.numbers[mine & (items.are_videos == kind)]) for kind in (False, True))
+        changed: dict[str, Any] = {}
+        if len(self.host.video_starts):
+            changed["video_indices"] = torch.from_numpy(videos).to(device)
+            changed["video_patches"] = _take_items(self.video_patches, self.host.video_grid_thw, videos)
 
         def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.index_select(1, tokens)
@@ -224,10 +300,11 @@ class PackedBatch:
             loss_mask=mask,
             loss_weights=mask if self.loss_weights is self.loss_mask else take(self.loss_weights),
             padding_mask=self.padding_mask.index_select(1, tokens),
-            image_indices=torch.from_numpy(mine).to(device),
-            patches=patches,
+            image_indices=torch.from_numpy(images).to(device),
+            patches=_take_items(self.patches, self.host.image_grid_thw, images),
             context_parallel=Slice(rank, size),
-            host=dataclasses.replace(self.host, image_indices=mine),
+            host=dataclasses.replace(self.host, image_indices=images, video_indices=videos),
+            **changed,
         )
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -236,3 +313,16 @@ class PackedBatch:
             tensors.pop("loss_weights", None)  # the shared tensor stays shared
         changed: dict[str, Any] = {name: function(tensor) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **{"loss_weights": None} | changed)
+
+
+def _take_items(
+    patches: torch.Tensor | None, grids: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]
+) -> torch.Tensor | None:
+    """Takes the patches of the chosen images or videos from those of all; each patch has as many rows."""
+    if patches is None:
+        return None
+    counts = grids.prod(axis=1)
+    counts = counts * (len(patches) // max(int(counts.sum()), 1))  # each frame of a stored patch is a row
+    stops = np.cumsum(counts)
+    pieces = [patches[stops[i] - counts[i] : stops[i]] for i in chosen.tolist()]
+    return torch.cat(pieces) if pieces else patches[:0]

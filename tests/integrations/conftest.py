@@ -41,6 +41,18 @@ def packs(random_data: Callable[[str], Path]) -> Callable[[str], list[PackedBatc
 
 
 @pytest.fixture(scope="session")
+def random_videos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The dataset of a family: 16 weighted samples with no to three images and videos."""
+
+    @cache
+    def of(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family) / "data"
+        return write_dataset(folder, 2, 8, seed=1, family=family, weighted=True, videos=True)
+
+    return of
+
+
+@pytest.fixture(scope="session")
 def samples(random_data: Callable[[str], Path]) -> Callable[[str], VlmDataset]:
     """The dataset behind the packs of a model type."""
     return lambda model_type: VlmDataset(random_data(family_of(model_type)))

@@ -7,13 +7,15 @@ import pickle
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from tests.integrations.tiny_models import MODELS, inputs_of_sample, losses_of_sample, tiny_model
+from tests.integrations.tiny_models import MODELS, family_of, inputs_of_sample, losses_of_sample, tiny_model
+from tests.loader.helpers import epoch_of
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
@@ -64,6 +66,46 @@ def state_of(model: Any) -> list[tuple[int, ...]]:
     """How many hooks each module has, and what else stands in its attributes."""
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
     return [(len(vars(each)), *(len(getattr(each, hook)) for hook in hooks)) for each in model.modules()]
+
+
+@every_model
+class TestVideos:
+    """Packs with images and videos equal their samples, whose positions transformers computes itself."""
+
+    @pytest.fixture
+    def dataset(self, model_type: str, random_videos: Callable[[str], Path]) -> Path:
+        return random_videos(family_of(model_type))
+
+    @pytest.fixture
+    def batches(self, dataset: Path) -> list[PackedBatch]:
+        made = epoch_of(dataset, capacity=1024, max_patches=None, global_batch=2, pad_multiple=4)
+        return [batch.clone() for batch in made]
+
+    def test_losses(self, model_type: str, dataset: Path, batches: list[PackedBatch]) -> None:
+        model, compared = model_of(model_type), 0
+        for batch in batches:
+            with packed(model), torch.no_grad():
+                losses = token_losses(model, batch)
+            assert float(losses.max()) > 5 or not batch.num_samples
+            assert difference(losses, batch, model, VlmDataset(dataset)) < TOLERANCE
+            compared += bool(len(batch.host.image_starts) and (batch.host.video_grid_thw[:, 0] > 1).sum() > 1)
+        assert compared > 1
+
+    def test_gradients(self, model_type: str, dataset: Path, batches: list[PackedBatch]) -> None:
+        together, alone = tiny_model(model_type), tiny_model(model_type)
+        batch = max(batches, key=lambda each: min(len(each.host.image_starts), len(each.host.video_starts)))
+        assert batch.loss_weights is not None
+        with packed(together):
+            (token_losses(together, batch) * batch.loss_weights[0]).sum().backward()
+        (expected_losses(alone, batch, VlmDataset(dataset)) * batch.loss_weights[0]).sum().backward()
+        assert_same_gradients(together, alone, at_least=50)
+
+    def test_arguments(self, model_type: str, batches: list[PackedBatch]) -> None:
+        for batch in batches:
+            inputs = packed_inputs(batch)
+            assert (
+                ("video_grid_thw" in inputs) == ("pixel_values_videos" in inputs) == (len(batch.host.video_starts) > 0)
+            )
 
 
 @every_model

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.loader.synthetic import IMAGE_TOKEN
+from tests.loader.synthetic import IMAGE_TOKEN, SECONDS_PER_PATCH, VIDEO_TOKEN
 from vlmdata.families import REGISTRY, family
 from vlmdata.format.schema import Sample
 
@@ -44,7 +44,13 @@ _VISION: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 _DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
-_WINDOWS = {"window_size": 56, "fullatt_block_indexes": [1], "patch_size": 14, "in_channels": 3}
+_WINDOWS = {
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+    "patch_size": 14,
+    "in_channels": 3,
+    "tokens_per_second": 2,
+}
 
 #: By model type: names of the configuration and the model, then the text and vision configuration.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -73,9 +79,9 @@ def tiny_model(model_type: str, seed: int = 0, image_token: int = IMAGE_TOKEN, *
         text_config=_TEXT | more_text | text,
         vision_config=_VISION | more_vision,
         image_token_id=image_token,
-        video_token_id=3,
-        vision_start_token_id=4,
-        vision_end_token_id=5,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=3,
+        vision_end_token_id=4,
     )
     return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
 
@@ -89,11 +95,21 @@ def inputs_of_sample(model: Any, sample: Sample) -> dict[str, torch.Tensor]:
     """The arguments of a forward pass as the processor makes them: transformers computes the positions."""
     ids = torch.from_numpy(sample.input_ids[: sample.length].astype(np.int64))[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if len(sample.image_grid_thw):
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype(np.int64))
-        values = family(family_of(model.config.model_type)).pixel_values
-        inputs["pixel_values"] = values(torch.from_numpy(sample.patches.copy()))
+    values = family(family_of(model.config.model_type)).pixel_values
+    kinds = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+    inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+    for number, (kind, (pixels, grids)) in enumerate(kinds.items(), start=1):
+        inputs["mm_token_type_ids"][ids == getattr(model.config, f"{kind}_token_id")] = number
+        ends = np.cumsum([item.rows for item in sample.items])
+        own = [(item, sample.patches[end - item.rows : end]) for item, end in zip(sample.items, ends, strict=True)]
+        own = [(item, stored) for item, stored in own if item.kind == kind]
+        if own:
+            inputs[grids] = torch.tensor([item.grid for item, _ in own])
+            inputs[pixels] = torch.cat([values(torch.from_numpy(each.copy()), copies=i.copies) for i, each in own])
+    if "video_grid_thw" in inputs and model.config.model_type == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.full((len(inputs["video_grid_thw"]),), SECONDS_PER_PATCH)
+    if not len(sample.items):
+        del inputs["mm_token_type_ids"]
     return inputs
 
 

@@ -7,17 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import xxhash
 
 from vlmdata.families import family as family_of
 from vlmdata.families.base import Family
+from vlmdata.families.blocks import Blocks
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo, Totals
 from vlmdata.format.schema import sample_key, shard_name
-from vlmdata.format.shard import ShardWriter
+from vlmdata.format.shard import EncodedItem, ShardWriter
 from vlmdata.format.tokenizer_info import ItemTokens, TokenizerInfo, TurnTokens
+from vlmdata.media.codecs import RAW, ItemShape
 
-IMAGE_TOKEN, PAD = 1000, 1001
-ITEMS = {kind: ItemTokens(token, (3,), (4,)) for kind, token in (("image", IMAGE_TOKEN), ("video", 5))}
+IMAGE_TOKEN, PAD, VIDEO_TOKEN = 1000, 1001, 5
+TOKENS = {IMAGE: IMAGE_TOKEN, VIDEO: VIDEO_TOKEN}
+ITEMS = {kind: ItemTokens(token, (3,), (4,)) for kind, token in TOKENS.items()}
+#: ``second_per_grid_ts`` of all videos.
+SECONDS_PER_PATCH = 1.0
 
 
 def write_dataset(
@@ -28,6 +35,8 @@ def write_dataset(
     first_token_is_target: bool = False,
     weighted: bool = False,
     family: str = "",
+    videos: bool = False,
+    video_copies: int = 2,
 ) -> Path:
     """Writes a dataset of samples with no to three images and up to a few hundred tokens.
 
@@ -39,6 +48,8 @@ def write_dataset(
         first_token_is_target: Of every sample.
         weighted: Whether all samples have loss weights.
         family: Of the samples; by default as in format 1.0, which did not say.
+        videos: Whether about half of the items are videos, of one to four temporal patches.
+        video_copies: Temporal copies stored of each of their patches.
     """
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
@@ -48,7 +59,16 @@ def write_dataset(
         first = len(rows)
         with ShardWriter(folder / shard_name(shard)) as writer:
             rows += [
-                _add_sample(writer, random, row, shard, first_token_is_target, weighted, family_of(family or "qwen3_5"))
+                _add_sample(
+                    writer,
+                    random,
+                    row,
+                    shard,
+                    first_token_is_target,
+                    weighted,
+                    family_of(family or "qwen3_5"),
+                    video_copies if videos else 0,
+                )
                 for row in range(first, first + samples_per_shard)
             ]
             size, sha256 = writer.close()
@@ -90,21 +110,40 @@ def _add_sample(
     first_token_is_target: bool,
     weighted: bool,
     family: Family,
+    video_copies: int,
 ) -> IndexRow:
     grids = 2 * random.integers(1, 9, (row % 4, 3))
     grids[:, 0] = 1
+    kinds = [IMAGE] * len(grids)
+    if video_copies:
+        kinds = [(IMAGE, VIDEO)[each] for each in random.integers(0, 2, len(grids))]
+        for grid, kind in zip(grids, kinds, strict=True):
+            grid[:] = (random.integers(1, 5), *(2 * random.integers(1, 4, 2))) if kind == VIDEO else grid
     pieces, starts = [random.integers(7, 999, random.integers(1, 30))], []
-    for grid in grids:
-        starts.append(sum(map(len, pieces)))
-        pieces += [np.full(grid.prod() // 4, IMAGE_TOKEN), random.integers(7, 999, random.integers(1, 200))]
+    for grid, kind in zip(grids, kinds, strict=True):
+        for number, block in enumerate(family.expansion(kind).blocks(tuple(grid.tolist()))):
+            if number:  # the time of the next temporal patch, between vision marks
+                pieces += [np.array([4]), random.integers(7, 999, random.integers(1, 5)), np.array([3])]
+            starts += [sum(map(len, pieces))] * (number == 0)
+            pieces.append(np.full(np.prod(block) // 4, TOKENS[kind]))
+        pieces.append(random.integers(7, 999, random.integers(1, 200)))
     ids = np.concatenate(pieces)
     length, padded = len(ids), -(-len(ids) // 16) * 16
     mask = np.zeros(padded, np.uint8)
     mask[0] = first_token_is_target
-    mask[1:length] = (ids[1:] != IMAGE_TOKEN) & (random.random(length - 1) < 0.5)
-    patches = [random.integers(0, 256, (grid.prod(), family.patch_bytes), dtype=np.uint8) for grid in grids]
+    mask[1:length] = ~np.isin(ids[1:], list(TOKENS.values())) & (random.random(length - 1) < 0.5)
+    copies = [video_copies if kind == VIDEO else 1 for kind in kinds]
+    patches = [
+        random.integers(0, 256, (grid.prod() * frames, family.patch_bytes), dtype=np.uint8)
+        for grid, frames in zip(grids, copies, strict=True)
+    ]
     positions = np.zeros((3, padded), np.int32)
-    positions[:, :length] = family.position_ids(length, np.array(starts, np.int64), grids)
+    shapes = [ItemShape(kind, tuple(grid.tolist()), n) for kind, grid, n in zip(kinds, grids, copies, strict=True)]
+    positions[:, :length] = _positions(family, ids, shapes)
+
+    def grids_of(kind: str) -> np.ndarray:
+        return grids[[each == kind for each in kinds]].astype(np.int32).reshape(-1, 3)
+
     weights = {"loss_weights": [(mask * random.uniform(0.5, 3, padded)).astype(np.float32)]} if weighted else {}
     placement = writer.add(
         sample_key(row),
@@ -113,10 +152,17 @@ def _add_sample(
             "input_ids": [np.pad(ids, (0, padded - length), constant_values=PAD).astype(np.int32)],
             "loss_mask": [mask],
             "position_ids": [positions],
-            "image_grid_thw": [grids.astype(np.int32)],
-            "patches": patches or [np.zeros((0, family.patch_bytes), np.uint8)],
+            "image_grid_thw": [grids_of(IMAGE)],
+            **({"video_grid_thw": [grids_of(VIDEO)]} if VIDEO in kinds else {}),
             **weights,
+            **({} if VIDEO in kinds else {"patches": patches or [np.zeros((0, family.patch_bytes), np.uint8)]}),
         },
+        [
+            EncodedItem(array, shape, RAW, xxhash.xxh3_64_intdigest(array))
+            for array, shape in zip(patches, shapes, strict=True)
+        ]
+        if VIDEO in kinds
+        else (),
     )
     return IndexRow(
         key=sample_key(row),
@@ -130,3 +176,10 @@ def _add_sample(
         truncated=False,
         item_starts=tuple(starts),
     )
+
+
+def _positions(family: Family, ids: np.ndarray, items: list[ItemShape]) -> np.ndarray:
+    step = family.video.temporal_step(SECONDS_PER_PATCH) if family.video else 1
+    steps = [step if item.kind == VIDEO else 1 for item in items]
+    blocks = Blocks.of(family, [(item.kind, item.grid) for item in items], TOKENS, steps)
+    return family.position_ids(len(ids), blocks.locate(ids), blocks.grids, blocks.steps)

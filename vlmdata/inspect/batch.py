@@ -40,7 +40,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchImage:
-    """An image of a pack."""
+    """An image or a video of a pack."""
 
     segment: int  # number of its segment
     start: int  # first of its tokens in the pack
@@ -203,7 +203,7 @@ def _segments(
 
 
 def _images(batch: PackedBatch, bounds: IntArray, context_parallel: int) -> tuple[BatchImage, ...]:
-    grids, starts = _numpy(batch.image_grid_thw), _numpy(batch.image_starts)
+    grids, starts = batch.host.items.grids, batch.host.items.starts
     owners = image_owners(grids, context_parallel).tolist()
     segments = (np.searchsorted(bounds, starts, side="right") - 1).tolist()
     found = []

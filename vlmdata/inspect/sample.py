@@ -18,6 +18,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, Sample
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
+from vlmdata.inspect.frames import FrameDescription, frames_of, item_starts
 from vlmdata.inspect.serialise import INLINE
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.wording import counted
@@ -26,6 +27,8 @@ from vlmdata.wording import counted
 _FIRST_TOKENS = 40
 #: Longest side of an image in the one-file page, in pixels; the served page shows every pixel.
 PAGE_SIDE = 1024
+#: Longest side of a frame of a video in the one-file page, in pixels.
+FRAME_SIDE = 384
 #: Longest side of an image in the list of samples, in pixels.
 THUMBNAIL_SIDE = 96
 
@@ -58,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ImageDescription:
-    """One image as the model sees it."""
+    """One image or video as the model sees it."""
 
     number: int  # within the sample
     grid: tuple[int, int, int]  # patches along t, h, w
@@ -70,6 +73,8 @@ class ImageDescription:
     start: int  # first token
     source: Mapping[str, Any]  # the image file: format, mode, width, height, normalisations; empty if not recorded
     scale: float | None  # current width divided by the file's; None if not recorded
+    kind: str  # image or video
+    frames: tuple[FrameDescription, ...]  # temporal patches of a video; none of an image
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +145,8 @@ class SampleDescriber:
         info, metadata = dataset.manifest.tokenizer, dataset.metadata(i)
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
         turns = find_turns(ids, mask, info, self.texts)
-        numbers, spans = _spans(sample, turns, row.item_starts, dataset, self.texts)
+        starts = item_starts(sample, row.item_starts, dataset.family, info)
+        numbers, spans = _spans(sample, turns, starts, dataset, self.texts)
         targets = int(np.count_nonzero(mask))
         return SampleDescription(
             key=row.key,
@@ -158,7 +164,7 @@ class SampleDescriber:
             truncated=row.truncated,
             turns=turns,
             spans=spans,
-            images=_images(sample, row.item_starts, metadata, dataset.family),
+            images=_images(sample, starts, metadata, dataset.family),
             columns=columns if isinstance(columns := metadata.get("columns"), dict) else {},
             tokens=_table(sample, self.texts, numbers, dataset.family),
             findings=_by_severity([*findings, *flat_images(sample)]),
@@ -168,9 +174,9 @@ class SampleDescriber:
         """Returns the findings of the sample at position ``i``, without reading its pixels."""
         return _by_severity([*self.facts.of(i), *self._check.of(i)])
 
-    def image(self, i: int, number: int) -> npt.NDArray[np.uint8]:
-        """Rebuilds an image of sample ``i``; see :func:`rebuild_image`."""
-        return rebuild_image(self.dataset.as_stored(i), number, self.dataset.family)
+    def image(self, i: int, number: int, patch: int = 0) -> npt.NDArray[np.uint8]:
+        """Rebuilds an image of sample ``i``, or a frame of a video; see :func:`rebuild_image`."""
+        return rebuild_image(self.dataset.as_stored(i), number, self.dataset.family, patch)
 
     def first_words(self, i: int) -> str:
         """Returns the start of the first target of sample ``i``, or of its text without targets."""
@@ -234,7 +240,11 @@ def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32], fami
 
 
 def _spans(
-    sample: Sample, turns: tuple[Turn, ...], image_starts: tuple[int, ...], dataset: VlmDataset, texts: TokenTexts
+    sample: Sample,
+    turns: tuple[Turn, ...],
+    starts: tuple[tuple[int, ...], ...],
+    dataset: VlmDataset,
+    texts: TokenTexts,
 ) -> tuple[npt.NDArray[np.int32], tuple[Span, ...]]:
     """Splits the tokens where turn, kind, target, weight or image changes. Also returns each token's span number."""
     info, family = dataset.manifest.tokenizer, dataset.family
@@ -246,11 +256,13 @@ def _spans(
     distinct, inverse = np.unique(ids, return_inverse=True)
     special = np.array([texts.is_special(token) for token in distinct.tolist()])[inverse]
     kind[special & (kind == 0)] = _KINDS.index(SpanKind.SPECIAL)
-    kind[ids == info.image] = _KINDS.index(SpanKind.IMAGE)
+    placeholders = np.isin(ids, [item.token for item in info.items.values()])
+    kind[placeholders] = _KINDS.index(SpanKind.IMAGE)
     image_of = np.full(sample.length, -1)
-    for number, (start, grid) in enumerate(zip(image_starts, sample.grid_thw.tolist(), strict=True)):
-        image_of[start : start + int(np.prod(grid)) // family.patches_per_token] = number
-    image_of[ids != info.image] = -1
+    for number, (of_item, grid) in enumerate(zip(starts, sample.grid_thw.tolist(), strict=True)):
+        for start in of_item:
+            image_of[start : start + int(np.prod(grid)) // family.patches_per_token // len(of_item)] = number
+    image_of[~placeholders] = -1
     weights = mask.astype(np.float32) if sample.loss_weights is None else sample.loss_weights[: sample.length]
     marks = np.stack([turn_of, kind, mask, weights, image_of])
     cuts = np.flatnonzero((marks[:, 1:] != marks[:, :-1]).any(axis=0)) + 1
@@ -267,12 +279,12 @@ def _spans(
 
 
 def _images(
-    sample: Sample, starts: tuple[int, ...], metadata: Mapping[str, Any], family: Family
+    sample: Sample, starts: tuple[tuple[int, ...], ...], metadata: Mapping[str, Any], family: Family
 ) -> tuple[ImageDescription, ...]:
     recorded = metadata.get("images")
     recorded = recorded if isinstance(recorded, list) else []
     found = []
-    for number, ((t, h, w), start) in enumerate(zip(sample.grid_thw.tolist(), starts, strict=True)):
+    for number, ((t, h, w), of_item) in enumerate(zip(sample.grid_thw.tolist(), starts, strict=True)):
         source = recorded[number] if number < len(recorded) and isinstance(recorded[number], dict) else {}
         width = source.get("width")
         found.append(
@@ -284,19 +296,27 @@ def _images(
                 height=h * family.patch_size,
                 patches=t * h * w,
                 tokens=t * h * w // family.patches_per_token,
-                start=start,
+                start=of_item[0],
                 source=source,
                 scale=w * family.patch_size / width if isinstance(width, int) and width > 0 else None,
+                kind=sample.items[number].kind,
+                frames=frames_of(sample.items[number], of_item, source, family),
             )
         )
     return tuple(found)
 
 
-def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np.uint8]:
-    """Rebuilds an image of a sample as the model sees it, uint8 (H, W, 3); for a video, its first frame.
+def rebuild_image(sample: Sample, number: int, family: Family, patch: int = 0) -> npt.NDArray[np.uint8]:
+    """Rebuilds an image of a sample as the model sees it, uint8 (H, W, 3).
+
+    Args:
+        sample: The sample.
+        number: Number of the image or video.
+        family: Its family.
+        patch: Of a video, the temporal patch whose first frame is rebuilt.
 
     Raises:
-        NotFoundError: If the sample has no image of this number.
+        NotFoundError: If the sample has no image of this number, or no such temporal patch.
         DatasetFormatError: If its grid does not match the stored patches.
     """
     if not 0 <= number < len(sample.items):
@@ -304,8 +324,13 @@ def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np
             f"no image {number}: sample {sample.key} has {counted(len(sample.items), 'image')}, numbered from 0"
         )
     shape, found = sample.items[number], sample.grid_thw.tolist()
-    start = sum(item.rows for item in sample.items[:number])
-    _, height, width = shape.grid
+    frames, height, width = shape.grid
+    if not 0 <= patch < frames:
+        raise NotFoundError(
+            f"no frame {patch}: {shape.kind} {number} of sample {sample.key} has "
+            f"{counted(frames, 'temporal patch', 'temporal patches')}, numbered from 0"
+        )
+    start = sum(item.rows for item in sample.items[:number]) + patch * height * width * shape.copies
     stop, merge = start + height * width * shape.copies, family.merge_size
     fits = found == [list(item.grid) for item in sample.items] and min(map(min, found)) > 0
     if not fits or height % merge or width % merge or stop > len(sample.patches):

@@ -98,16 +98,16 @@ class InspectApp:
         return _json(sample_payload(self._describe(self._index(request))))
 
     def _image(self, request: Request) -> Response:
-        pixels = self._pixels(request, int(request.path_params["number"]))
+        pixels = self._pixels(request, int(request.path_params["number"]), _number(request, "frame"))
         return Response(image_file(pixels, "png"), media_type="image/png")
 
     def _thumbnail(self, request: Request) -> Response:
         pixels = self._pixels(request, 0)
         return Response(image_file(pixels, "webp", THUMBNAIL_SIDE), media_type="image/webp")
 
-    def _pixels(self, request: Request, number: int) -> npt.NDArray[np.uint8]:
+    def _pixels(self, request: Request, number: int, patch: int = 0) -> npt.NDArray[np.uint8]:
         try:
-            return self._describe.image(self._index(request), number)
+            return self._describe.image(self._index(request), number, patch)
         except NotFoundError as error:
             raise HTTPException(404, str(error)) from error
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vlmdata.batch import PackedBatch
+from vlmdata.errors import UsageError
 from vlmdata.loader.loader import StreamingLoader
 
 
@@ -25,8 +26,16 @@ def bridge_batch(batch: PackedBatch) -> dict[str, Any]:
         ``input_ids``, ``labels`` (already shifted, as there) and ``loss_mask`` (1, T), ``position_ids`` (3, 1, T)
         for MRoPE, boundaries ``cu_seqlens_q`` and ``…_padded`` int32 (segments + 1,), ``max_seqlen_q`` int32 (),
         the same for ``kv``, ``total_tokens``, and ``visual_inputs`` (``GenericVisualInputs``; None without images).
+
+    Raises:
+        UsageError: If the pack has videos.
     """
     visual = None
+    if batch.video_grid_thw is not None:
+        raise UsageError(
+            f"pack {batch.pack} of epoch {batch.epoch} has videos, and packs for Megatron-Bridge have images alone. "
+            "Load a dataset without videos."
+        )
     if len(batch.host.image_grid_thw):
         from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 

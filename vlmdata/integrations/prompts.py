@@ -59,7 +59,7 @@ class Prompt:
         targets = (batch.labels[0] != IGNORE_INDEX).nonzero().flatten()
         length = int(targets[0]) + 1 if len(targets) else batch.true_tokens  # labels are shifted by one
         grids = batch.host.image_grid_thw[batch.host.image_starts < length]
-        if (grids[:, 0] != 1).any():
+        if (batch.host.video_starts < length).any():
             raise UsageError(f"sample {batch.sample_keys[0]} has a video, and prompts have images alone")
         bounds = [0, *np.cumsum(grids.prod(axis=1)).tolist()]
         patches = batch.patches[: bounds[-1]].clone()

@@ -111,7 +111,7 @@ def packed_forward(model: torch.nn.Module, batch: PackedBatch, **kwargs: Any) ->
 
     Args:
         model: The model or its wrapper.
-        batch: A whole pack with tokens and labels, and with pixels if it has images. On any device.
+        batch: A whole pack with tokens and labels, and with pixels if it has images or videos. On any device.
         **kwargs: More arguments of the model's forward, such as ``output_router_logits``.
 
     Raises:
@@ -144,11 +144,13 @@ def packed_inputs(batch: PackedBatch, dtype: torch.dtype | None = None) -> dict[
 
     Args:
         batch: A whole pack.
-        dtype: Dtype of ``pixel_values``; by default float32. Give that of the vision encoder to save memory.
+        dtype: Dtype of the pixels; by default float32. Give that of the vision encoder to save memory.
 
     Returns:
         ``input_ids`` (1, T), ``position_ids`` (4, 1, T), whose first row counts from 0 in each segment,
-        ``use_cache=False``, and ``pixel_values`` and ``image_grid_thw`` if there are images.
+        ``use_cache=False``, ``pixel_values`` and ``image_grid_thw`` if there are images, and ``pixel_values_videos``
+        and ``video_grid_thw`` if there are videos. The positions hold the times of videos, so models need no
+        ``second_per_grid_ts``.
     """
     starts, total = batch.cu_seqlens_padded.long(), batch.total_tokens
     first = starts[:-1].repeat_interleave(starts.diff(), output_size=total)
@@ -161,6 +163,9 @@ def packed_inputs(batch: PackedBatch, dtype: torch.dtype | None = None) -> dict[
     if len(batch.host.image_grid_thw):
         inputs["pixel_values"] = batch.pixel_values(dtype)
         inputs["image_grid_thw"] = batch.image_grid_thw
+    if batch.video_grid_thw is not None:
+        inputs["pixel_values_videos"] = batch.pixel_values_videos(dtype)
+        inputs["video_grid_thw"] = batch.video_grid_thw
     return inputs
 
 
@@ -237,7 +242,7 @@ def _boundaries(text: Any, row: torch.Tensor, segments: Segments, inputs_embeds:
 
 
 def _use_vision(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of language and vision model: under several processes, a pack without images uses the encoder, too.
+    """Pre-hook of language and vision model: under several processes, a pack of text uses the encoder, too.
 
     DDP and FSDP wait for all processes at the parameters that one of them uses. The encoder gets one black token's
     worth of patches, and what it returns counts zero times.
@@ -245,7 +250,7 @@ def _use_vision(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     positions, ids = kwargs.get("position_ids"), kwargs.get("input_ids")
     if ids is None or positions is None or positions.ndim != 3 or len(positions) != 4:
         return None
-    if kwargs.get("past_key_values") is not None or kwargs.get("pixel_values") is not None:
+    if any(kwargs.get(name) is not None for name in ("past_key_values", "pixel_values", "pixel_values_videos")):
         return None
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None

@@ -18,8 +18,9 @@ from vlmdata.format.atomic import write_atomically
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard
 from vlmdata.inspect.findings import Severity
+from vlmdata.inspect.frames import shown_frames
 from vlmdata.inspect.page.payload import dataset_payload, sample_payload, summary_payload
-from vlmdata.inspect.sample import PAGE_SIDE, THUMBNAIL_SIDE, SampleDescriber
+from vlmdata.inspect.sample import FRAME_SIDE, PAGE_SIDE, THUMBNAIL_SIDE, SampleDescriber
 from vlmdata.inspect.serialise import to_json
 from vlmdata.media.image_file import image_file
 from vlmdata.version import __version__
@@ -28,6 +29,8 @@ _HERE = Path(__file__).parent
 #: The parts of the script, in order, in one function scope.
 _SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "packs", "main")
 _FINDINGS_FIRST = 3
+#: Frames of a video in a page of one file.
+_PAGE_FRAMES = 12
 
 
 @dataclass(frozen=True)
@@ -115,14 +118,18 @@ def page_document(
 def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
     payload = sample_payload(describe(i))
     for image in payload["images"]:
-        image["src"] = _image_uri(describe, i, image["number"], PAGE_SIDE)
+        frames = image["frames"]
+        for patch in shown_frames(len(frames), _PAGE_FRAMES):
+            frames[patch]["src"] = _image_uri(describe, i, image["number"], FRAME_SIDE, patch)
+        if not frames:
+            image["src"] = _image_uri(describe, i, image["number"], PAGE_SIDE)
     return payload
 
 
-def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> str | None:
-    """Returns an image as a ``data:`` URL; None if missing or damaged (its findings report damage)."""
+def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int, patch: int = 0) -> str | None:
+    """Returns an image or a frame as a ``data:`` URL; None if missing or damaged (its findings report damage)."""
     try:
-        pixels = describe.image(i, number)
+        pixels = describe.image(i, number, patch)
     except (IndexError, DatasetFormatError):
         return None
     return f"data:image/webp;base64,{base64.b64encode(image_file(pixels, 'webp', longest)).decode()}"

@@ -9,10 +9,13 @@ from rich.text import Text
 
 from vlmdata.format.schema import parse_key
 from vlmdata.inspect.findings import Finding
+from vlmdata.inspect.frames import shown_frames
 from vlmdata.inspect.sample import ImageDescription, SampleDescription, Span, SpanKind
 from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts
 from vlmdata.inspect.text import visible
 
+#: Number of temporal patches of a video that are listed.
+_MOST_FRAMES = 16
 #: Number of image tokens shown at both ends of a run in the table.
 _ENDS = 2
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow"}
@@ -35,6 +38,10 @@ def print_sample(console: Console, sample: SampleDescription, tokens: bool = Fal
     if sample.images:
         console.print()
         console.print(_images(sample.images))
+    for image in sample.images:
+        if image.frames:
+            console.print()
+            console.print(_frames(image))
     if tokens:
         console.print()
         console.print(_tokens(sample))
@@ -117,18 +124,39 @@ def _images(images: tuple[ImageDescription, ...]) -> Table:
     table = columns("images", *names, left=text)
     for image in images:
         source = image.source
-        file = f"{source.get('format')} {source.get('mode')} {source.get('width')} × {source.get('height')}"
+        form = source.get("codec") if image.frames else source.get("mode")
+        file = f"{source.get('format')} {form or ''} {source.get('width')} × {source.get('height')}"
         steps = source.get("normalised") or []
         t, h, w = image.grid
         table.add_row(
-            str(image.number),
+            f"{image.number} (video)" if image.frames else str(image.number),
             f"{image.width} × {image.height}",
-            f"{h} × {w}" + (f" × {t} frames" if t > 1 else "") + f" = {image.patches:,}",
+            f"{h} × {w}" + (f" × {t}" if t > 1 else "") + f" = {image.patches:,}",
             f"{image.tokens:,}",
             f"{image.start:,}",
             data(file if source else "not recorded"),
             f"{image.scale:.2f}" if image.scale else "",
             data(", ".join(map(str, steps)) if isinstance(steps, list) else steps),
+        )
+    return table
+
+
+def _frames(video: ImageDescription) -> Table:
+    """Lists the temporal patches of a video: where their tokens are, and when their frames are shown."""
+    names = ("temporal patch", "first token", "tokens", "told", "frames at", "numbers in the file")
+    table = columns(f"frames of video {video.number}", *names, left=names[-2:])
+    shown = shown_frames(len(video.frames), _MOST_FRAMES)
+    for before, number in zip([-1, *shown], shown, strict=False):
+        if number > before + 1:
+            table.add_row("…", "", "", "", f"{number - before - 1:,} more (--json has them)", "")
+        frame = video.frames[number]
+        table.add_row(
+            f"{frame.patch}",
+            f"{frame.start:,}",
+            f"{frame.tokens:,}",
+            "" if frame.told is None else f"{frame.told:.2f} s",
+            ", ".join(f"{each:.2f}" for each in frame.seconds) + (" s" if frame.seconds else "not recorded"),
+            ", ".join(map(str, frame.source)),
         )
     return table
 

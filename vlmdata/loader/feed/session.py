@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vlmdata.batch import HostArrays, PackedBatch, SampleOrigin
+from vlmdata.batch import VIDEO_ARRAYS, HostArrays, PackedBatch, SampleOrigin
 from vlmdata.loader.feed.device import DeviceCopy, DeviceMover
 from vlmdata.loader.feed.pipeline import Filler, Pipeline
 from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
@@ -93,10 +93,12 @@ class Session:
 def _batch_of(request: PackRequest, buffer: npt.NDArray[np.uint8], masked: tuple[int, ...] = ()) -> PackedBatch:
     """Returns a batch whose tensors are views of a filled buffer."""
     fields = {name: torch.from_numpy(view) for name, view in request.arrays.views(buffer).items()}
-    if "patches" in fields:
-        fields["patches"] = fields["patches"].view(getattr(torch, request.pixels))
+    for name in fields.keys() & {"patches", "video_patches"}:
+        fields[name] = fields[name].view(getattr(torch, request.pixels))
     pack = request.pack
-    bounds, samples, images = pack.cu_seqlens_padded, pack.samples, pack.images
+    bounds, samples = pack.cu_seqlens_padded, pack.samples
+    host = _host_arrays(request, fields.get("video_block_starts"))
+    videos = {name: torch.from_numpy(getattr(host, name)) for name in VIDEO_ARRAYS} if len(host.video_starts) else {}
     origins = (column.tolist() for column in (samples.dataset, samples.shard, samples.row, samples.index))
     return PackedBatch(
         input_ids=fields.get("input_ids"),
@@ -110,10 +112,12 @@ def _batch_of(request: PackRequest, buffer: npt.NDArray[np.uint8], masked: tuple
         max_seqlen=int((bounds[1:] - bounds[:-1]).max(initial=0)),
         total_tokens=pack.total_tokens,
         true_tokens=int(pack.cu_seqlens[-1]),
-        image_grid_thw=torch.from_numpy(images.grids),
-        image_starts=torch.from_numpy(images.starts),
-        image_indices=torch.from_numpy(request.held),
+        image_grid_thw=torch.from_numpy(host.image_grid_thw),
+        image_starts=torch.from_numpy(host.image_starts),
+        image_indices=torch.from_numpy(host.image_indices),
         patches=fields.get("patches"),
+        **videos,
+        video_patches=fields.get("video_patches"),
         sample_keys=samples.keys,
         origins=tuple(map(SampleOrigin, *origins)),
         epoch=request.position.epoch,
@@ -121,9 +125,29 @@ def _batch_of(request: PackRequest, buffer: npt.NDArray[np.uint8], masked: tuple
         micro_batch=request.position.micro_batch,
         pack=pack.number,
         context_parallel=request.context_parallel,
-        host=HostArrays(pack.cu_seqlens, bounds, images.grids, images.starts, request.held),
+        host=host,
         family=pack.family,
         masked=masked,
+    )
+
+
+def _host_arrays(request: PackRequest, blocks: torch.Tensor | None) -> HostArrays:
+    """Returns boundaries, images and videos of a pack, with the first tokens of the blocks of its videos, if any."""
+    pack, held = request.pack, request.held
+    bounds, images, videos = pack.cu_seqlens_padded, pack.images, pack.images.are_videos
+    if blocks is None:  # no videos
+        return HostArrays(pack.cu_seqlens, bounds, images.grids, images.starts, held)
+    here = np.isin(np.arange(len(videos)), held)
+    return HostArrays(
+        pack.cu_seqlens,
+        bounds,
+        images.grids[~videos],
+        images.starts[~videos],
+        np.flatnonzero(here[~videos]),
+        images.grids[videos],
+        images.starts[videos],
+        blocks.numpy().copy(),  # a view would keep the buffer
+        np.flatnonzero(here[videos]),
     )
 
 

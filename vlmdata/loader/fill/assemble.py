@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
 from vlmdata.format.schema import IGNORE_INDEX
+from vlmdata.loader.config import Pixels
 from vlmdata.loader.request.index_rows import TOKEN_MEMBERS, IndexedPack, IntArray, SampleRows
 from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.media.codecs import RAW, decode_item
@@ -28,8 +30,9 @@ def assemble(
 ) -> None:
     """Reads a batch into a buffer. Writes every byte of its arrays.
 
-    Samples with a number in ``masked`` are not read: their tokens are padding and image placeholders, their positions
-    follow from their images, their pixels are 0, and they have no targets.
+    Samples with a number in ``masked`` are not read: their tokens are padding and the placeholders of their images and
+    videos, their positions follow from these, their pixels are 0, and they have no targets. The blocks of a video then
+    stand together at its start: the index does not say where the others were, and every rank must agree.
 
     Raises:
         DatasetFormatError: If a shard has changed.
@@ -37,7 +40,7 @@ def assemble(
     views = request.arrays.views(buffer)
     _fill_tokens(request, store, views, masked)
     if "patches" in views:
-        _fill_patches(request, store, views["patches"], masked)
+        _fill_patches(request, store, views, masked)
 
 
 def stored_members(request: PackRequest) -> list[str]:
@@ -46,6 +49,8 @@ def stored_members(request: PackRequest) -> list[str]:
     wanted = filled & {"position_ids", "input_ids", "loss_weights"}
     if "labels" in filled:  # labels are shifted tokens
         wanted |= {"input_ids", "loss_mask"}
+    if "video_block_starts" in filled:
+        wanted.add("input_ids")
     return [name for name in TOKEN_MEMBERS if name in wanted]
 
 
@@ -77,7 +82,8 @@ def _fill_tokens(
     positions = views["position_ids"][:, 0]
     positions.fill(0)
     fills: dict[str, tuple[object, str]] = {"padding_mask": (True, "|b1")}
-    if views.keys() & {"input_ids", "labels"}:  # labels are shifted tokens
+    blocks = views.get("video_block_starts", np.zeros(0, np.int64))
+    if views.keys() & {"input_ids", "labels"} or blocks.size:  # labels are shifted tokens
         fills["input_ids"] = (request.pack.pad_id, "<i8")
     if "labels" in views:
         fills |= {"labels": (IGNORE_INDEX, "<i8"), "loss_mask": (0, "<f4")}
@@ -89,6 +95,8 @@ def _fill_tokens(
         whole[name] = views[name].reshape(total) if in_place else np.empty(total, dtype)
         whole[name].fill(fill)
     _fill_samples(request, store, positions, whole, masked)
+    if blocks.size:
+        blocks[...] = _video_blocks(request, store, whole["input_ids"])
     if sliced:  # tokens are small, so they are read whole and sliced; only the needed pixels are read
         for name in whole.keys() & views.keys():
             np.concatenate([whole[name][a:b] for a, b in request.ranges.tolist()], out=views[name][0])
@@ -140,13 +148,38 @@ def _fill_masked(
     samples, images = pack.samples, pack.images
     begin, length = int(samples.begins[number]), int(samples.lengths[number])
     own = images.sample == number
-    starts, grids = images.starts[own], images.grids[own]
+    blocks, firsts = pack.blocks(own), images.starts[own]
+    # From the first token of each item on, its blocks stand one after another.
+    ends = np.cumsum(blocks.counts)
+    item = np.repeat(np.arange(len(firsts)), np.diff(blocks.firsts, append=len(blocks.counts)))
+    starts = firsts[item] + ends - blocks.counts - (ends - blocks.counts)[blocks.firsts][item]
     whole["padding_mask"][begin : begin + length] = False
     if positions.size:
-        positions[:, begin : begin + length] = pack.family.position_ids(length, starts - begin, grids)
+        positions[:, begin : begin + length] = pack.family.position_ids(length, starts - begin, blocks.grids)
     if "input_ids" in whole:  # models look for an image's placeholders
-        for start, count in zip(starts.tolist(), pack.family.token_counts(grids).tolist(), strict=True):
-            whole["input_ids"][start : start + count] = pack.image_id
+        columns = (starts, blocks.counts, blocks.tokens)
+        for start, count, token in zip(*(column.tolist() for column in columns), strict=True):
+            whole["input_ids"][start : start + count] = token
+
+
+def _video_blocks(request: PackRequest, store: ShardStore, input_ids: npt.NDArray[Any]) -> IntArray:
+    """Returns the first token of each block of the pack's videos, (B,), from its tokens (T,)."""
+    samples, images = request.pack.samples, request.pack.images
+    found = []
+    for number in np.unique(images.sample[images.are_videos]).tolist():
+        begin, own = int(samples.begins[number]), images.sample == number
+        blocks = request.pack.blocks(own)
+        try:
+            starts = blocks.locate(input_ids[begin : begin + int(samples.lengths[number])])
+        except ValueError as error:
+            file = store.path(int(samples.dataset[number]), int(samples.shard[number]))
+            raise DatasetFormatError(
+                f"{file}: row {samples.row[number]} key {samples.keys[number]} input_ids: {error}. Run "
+                "`vlmdata verify` on the dataset to list all damage."
+            ) from error
+        of_video = np.repeat(images.are_videos[own], np.diff(blocks.firsts, append=len(blocks.counts)))
+        found.append(starts[of_video] + begin)
+    return np.concatenate(found)
 
 
 def read_members(
@@ -212,53 +245,61 @@ def image_of(pack: IndexedPack, sample: int, image: int) -> str:
 
 
 def _fill_patches(
-    request: PackRequest, store: ShardStore, patches: npt.NDArray[np.generic], masked: Collection[int]
+    request: PackRequest, store: ShardStore, views: dict[str, npt.NDArray[np.generic]], masked: Collection[int]
 ) -> None:
-    """Fills the images held here, one after another.
+    """Fills the images held here, one after another, and the videos held here alike.
 
     Raw uint8 patches are read directly into place. Other codecs decode there, and patches in another dtype are expanded
     there, image by image.
     """
-    if not patches.size:
-        return
     pack, held = request.pack, request.held
     samples, images, family = pack.samples, pack.images, pack.family
-    counts = images.rows[held]
-    expanded = None
-    if request.pixels == "uint8":
-        rows = patches.view(np.uint8)
-    else:
-        import torch  # takes seconds, and only expanding needs it
-
-        expanded = torch.from_numpy(patches).view(getattr(torch, request.pixels))
-        rows = np.empty((int(counts.max()), family.patch_bytes), np.uint8)
+    stored, made = images.rows[held], request.rows[held]
+    rest = {name: view.view(np.uint8) for name, view in views.items() if name in ("patches", "video_patches")}
+    # Only patches that stand in the batch otherwise than in the shard need a place to be read to.
+    through = np.ones(len(held), np.bool_) if request.pixels != "uint8" else stored != made
+    scratch = np.empty((int(stored[through].max(initial=0)), family.patch_bytes), np.uint8)
     owner = images.sample[held]
     columns = (
         samples.dataset[owner],
         samples.shard[owner],
         images.offsets[held],
-        np.cumsum(counts) - counts,
-        counts,
+        stored,
+        made,
         images.checksums[held],
+        through,
         owner,
         held,
     )
-    for dataset, shard, offset, begin, count, checksum, sample, image in zip(
+    for dataset, shard, offset, count, rows, checksum, apart, sample, image in zip(
         *(c.tolist() for c in columns), strict=True
     ):
+        name = "video_patches" if images.are_videos[image] else "patches"
+        out, rest[name] = rest[name][:rows], rest[name][rows:]
         what = image_of(pack, sample, image)
-        name = images.codecs[image]
-        place = rows[begin : begin + count] if expanded is None else rows[:count]
+        codec = images.codecs[image]
+        place = scratch[:count] if apart else out
         if sample in masked:
             place.fill(0)
-        elif name == RAW:
+        elif codec == RAW:
             store.read(dataset, shard, offset, memoryview(place.reshape(-1)), checksum, what)
         else:
-            stored = np.empty(int(images.bytes[image]), np.uint8)
-            store.read(dataset, shard, offset, memoryview(stored), checksum, what)
-            decode_item(name, stored, images.shape(image), family, place, f"{store.path(dataset, shard)}: {what}")
+            data = np.empty(int(images.bytes[image]), np.uint8)
+            store.read(dataset, shard, offset, memoryview(data), checksum, what)
+            decode_item(codec, data, images.shape(image), family, place, f"{store.path(dataset, shard)}: {what}")
             store.require_pixels(dataset, shard, place, int(images.pixel_checksums[image]), what)
-        if expanded is not None:
-            copies = int(images.copies[image])
-            out, expanded = expanded[: count // copies], expanded[count // copies :]
-            family.pixel_values(torch.from_numpy(place), out=out, copies=copies)
+        if apart:
+            _expand(place, out, request.pixels, int(images.copies[image]), family)
+
+
+def _expand(
+    stored: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], pixels: Pixels, copies: int, family: Family
+) -> None:
+    """Writes patches that are stored so often to their rows in a batch, given as bytes."""
+    if pixels == "uint8":  # a video whose frames are equal is stored once
+        out.reshape(-1, family.temporal_patch_size // copies, family.patch_bytes)[...] = stored[:, None]
+        return
+    import torch  # takes seconds, and only expanding needs it
+
+    values = torch.from_numpy(out).view(getattr(torch, pixels))
+    family.pixel_values(torch.from_numpy(stored), out=values, copies=copies)

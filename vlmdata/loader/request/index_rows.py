@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy.typing as npt
 from vlmdata.context_parallel import concatenated_ranges
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
+from vlmdata.families.blocks import Blocks
+from vlmdata.families.chat import VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.shard import ABSENT
 from vlmdata.loader.config import DEFAULT_CAPACITY
@@ -55,7 +58,7 @@ class SampleRows:
 
 @dataclass(frozen=True, eq=False)
 class ImageRows:
-    """The N images of a pack, in pack order."""
+    """The N items of a pack, images and videos, in pack order. Messages call both images."""
 
     sample: IntArray  # (N,), number in the pack of each image's sample
     number: IntArray  # (N,), number of each image in its sample, for messages
@@ -74,10 +77,23 @@ class ImageRows:
         t, h, w = self.grids[image].tolist()
         return ItemShape(self.kinds[image], (t, h, w), int(self.copies[image]))
 
+    @cached_property
+    def are_videos(self) -> npt.NDArray[np.bool_]:
+        """Which are videos, bool (N,)."""
+        return np.array([kind == VIDEO for kind in self.kinds], np.bool_)
+
     @property
     def rows(self) -> IntArray:
         """int64 (N,), rows of stored pixels of each."""
         return self.grids.prod(axis=1) * self.copies
+
+    def rows_in_batch(self, frames: int) -> IntArray:
+        """int64 (N,), rows of pixels of each in a batch.
+
+        Args:
+            frames: Frames of a patch of a video that are rows of their own; 1 if they are columns of one row.
+        """
+        return self.grids.prod(axis=1) * np.where(self.are_videos, frames, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +106,25 @@ class IndexedPack:
     cu_seqlens: IntArray  # (segments + 1,), running sum of true lengths
     cu_seqlens_padded: IntArray  # (segments + 1,), start of each segment
     pad_id: int  # token id of padding
-    image_id: int  # token id of image placeholders
+    placeholders: Mapping[str, int]  # token id of the placeholders of each kind of items
     family: Family
 
     @property
     def total_tokens(self) -> int:
         """Tokens of the pack."""
         return int(self.cu_seqlens_padded[-1])
+
+    @cached_property
+    def video_blocks(self) -> int:
+        """Number of blocks of all videos: runs of placeholders."""
+        videos = self.images.grids[self.images.are_videos].tolist()
+        return sum(len(self.family.expansion(VIDEO).blocks((t, h, w))) for t, h, w in videos)
+
+    def blocks(self, items: npt.NDArray[np.bool_]) -> Blocks:
+        """Returns the blocks of placeholders of some items, bool (N,)."""
+        kinds = [self.images.kinds[number] for number in np.flatnonzero(items).tolist()]
+        grids = [(t, h, w) for t, h, w in self.images.grids[items].tolist()]
+        return Blocks.of(self.family, list(zip(kinds, grids, strict=True)), self.placeholders)
 
     @property
     def is_weighted(self) -> bool:
@@ -138,7 +166,7 @@ def indexed_pack(plan: EpochPlan, number: int, datasets: Sequence[VlmDataset]) -
         cu_seqlens=_running_sum(samples.lengths, 0 if pack.tail else None),
         cu_seqlens_padded=_running_sum(pack.aligned_lengths, pack.tail or None),
         pad_id=tokenizer.pad,
-        image_id=tokenizer.image,
+        placeholders={kind: item.token for kind, item in tokenizer.items.items()},
         family=datasets[0].family,
     )
 

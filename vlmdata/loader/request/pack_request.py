@@ -75,7 +75,7 @@ class PackRequest:
     following: Position  # of the next batch
     context_parallel: Slice | None  # the slice of the pack held here; None means all of it
     ranges: IntArray  # (r, 2), token ranges of the pack held here, ascending
-    held: IntArray  # (M,), images read here, ascending
+    held: IntArray  # (M,), images and videos read here, ascending
     pixels: Pixels  # dtype of the patches in the batch
     arrays: BatchArrays  # to fill
 
@@ -92,8 +92,8 @@ class PackRequest:
     ) -> PackRequest:
         """Returns the request for some parts of a pack or of a slice of it.
 
-        ``images`` are those to read, ascending, and no positions, as for a tower of its own; None means the images that
-        the slice encodes.
+        ``images`` are the images and videos to read, ascending, and no positions, as for a tower of its own; None means
+        those that the slice encodes.
         """
         bounds, grids = pack.cu_seqlens_padded, pack.images.grids
         if context_parallel is None:
@@ -103,20 +103,29 @@ class PackRequest:
             ranges = chunk_ranges(bounds, size, rank).reshape(-1, 2)
             held = np.flatnonzero(image_owners(grids, size) == rank)
         held = held if images is None else images
-        rows = pack.images.rows if pixels == "uint8" else grids.prod(axis=1)
-        tokens, patches = int((ranges[:, 1] - ranges[:, 0]).sum()), int(rows[held].sum())
-        arrays = _arrays(pack, parts, pixels, tokens, patches, positions=images is None)
+        tokens = int((ranges[:, 1] - ranges[:, 0]).sum())
+        arrays = _arrays(pack, parts, pixels, tokens, held, positions=images is None)
         return cls(pack, position, following, context_parallel, ranges, held, pixels, arrays)
+
+    @property
+    def rows(self) -> IntArray:
+        """int64 (N,), rows of pixels of each image and video of the pack in a batch."""
+        return self.pack.images.rows_in_batch(_frames(self.pack, self.pixels))
 
     def whole(self, parts: Collection[BatchPart]) -> PackRequest:
         """Returns the request for some parts of the whole pack."""
         return PackRequest.of(self.pack, self.position, self.following, parts, self.pixels, None)
 
 
+def _frames(pack: IndexedPack, pixels: Pixels) -> int:
+    """Returns how many rows a patch of a video has in a batch: one for each frame, or all frames in one."""
+    return pack.family.temporal_patch_size if pixels == "uint8" else 1
+
+
 def _arrays(
-    pack: IndexedPack, parts: Collection[BatchPart], pixels: Pixels, tokens: int, patches: int, positions: bool
+    pack: IndexedPack, parts: Collection[BatchPart], pixels: Pixels, tokens: int, held: IntArray, positions: bool
 ) -> BatchArrays:
-    """Places the arrays of some parts of a pack, of which so many tokens and patches are held here."""
+    """Places the arrays of some parts of a pack, of which so many tokens and these images and videos are held here."""
     wanted: list[tuple[str, str, tuple[int, ...]]] = [
         ("position_ids", "<i8", (len(pack.family.position_axes), 1, pack.total_tokens if positions else 0)),
         ("padding_mask", "|b1", (1, tokens)),
@@ -127,9 +136,15 @@ def _arrays(
         wanted += [("labels", "<i8", (1, tokens)), ("loss_mask", "<f4", (1, tokens))]
         if pack.is_weighted:
             wanted.append(("loss_weights", "<f4", (1, tokens)))
+    videos = pack.images.are_videos
+    if videos.any():
+        wanted.append(("video_block_starts", "<i8", (pack.video_blocks if positions else 0,)))
     if "pixels" in parts:
         frames = 1 if pixels == "uint8" else pack.family.temporal_patch_size
-        wanted.append(("patches", _DTYPES[pixels], (patches, frames * pack.family.patch_bytes)))
+        rows, columns = pack.images.rows_in_batch(_frames(pack, pixels))[held], frames * pack.family.patch_bytes
+        wanted.append(("patches", _DTYPES[pixels], (int(rows[~videos[held]].sum()), columns)))
+        if videos.any():
+            wanted.append(("video_patches", _DTYPES[pixels], (int(rows[videos[held]].sum()), columns)))
     placed, offset = [], 0
     for name, dtype, shape in wanted:
         array = PlacedArray(name, np.dtype(dtype), shape, offset)

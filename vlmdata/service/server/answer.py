@@ -43,8 +43,8 @@ def pieces(request: PackRequest, pack: FilledPack) -> list[Bytes]:
         if field.offset > at:
             found.append(np.zeros(field.offset - at, np.uint8))
         view = views[field.name]
-        if field.name == "patches":
-            found += _images(request, view.view(np.uint8))
+        if field.name in ("patches", "video_patches"):
+            found += _items(request, view.view(np.uint8), videos=field.name == "video_patches")
         elif view.shape == field.shape:
             found.append(_flat(view))
         else:
@@ -56,13 +56,12 @@ def pieces(request: PackRequest, pack: FilledPack) -> list[Bytes]:
     return [each for each in found if each.size]
 
 
-def _images(request: PackRequest, patches: Bytes) -> list[Bytes]:
-    """Returns the patches of the images held by a request, adjacent images together."""
-    images = request.pack.images
-    counts = images.rows if request.pixels == "uint8" else images.grids.prod(axis=1)
-    ends = np.cumsum(counts)
-    starts = ends - counts
-    held = request.held
+def _items(request: PackRequest, patches: Bytes, *, videos: bool) -> list[Bytes]:
+    """Returns the patches of the images or of the videos held by a request, adjacent ones together."""
+    of_kind = np.flatnonzero(request.pack.images.are_videos == videos)
+    ends = np.cumsum(request.rows[of_kind])
+    starts = ends - request.rows[of_kind]
+    held = np.flatnonzero(np.isin(of_kind, request.held))
     first = np.flatnonzero(np.diff(held, prepend=-2) != 1)
     last = np.append(first[1:], len(held))[: len(first)] - 1
     return [_flat(patches[starts[held[a]] : ends[held[b]]]) for a, b in zip(first, last, strict=True)]

@@ -6,13 +6,26 @@ function gridPath(wide, high, step) {
   return path;
 }
 
+const seconds = (time) => time.toFixed(2);
+const timesOf = (frame) => (frame.seconds.length ? ` at ${frame.seconds.map(seconds).join(" and ")} s` : "");
+
+// An image, or a video as a strip of its temporal patches, each with the times of its frames.
+function mediaOf(sample, image) {
+  if (!image.frames.length) return pictureOf(sample, image);
+  const drawn = picturesOf(image).filter((picture) => store.draws(picture)), source = image.source;
+  const left = image.frames.length - drawn.length;
+  const from = source.width ? ` From a ${source.format} of ${source.width} × ${source.height}, ${source.file_frames} frames at ${seconds(source.rate || 0)} a second.` : "";
+  return el("figure", {}, el("div", { class: "frames" }, drawn.map((picture) => pictureOf(sample, picture))), el("figcaption", { class: "small soft" },
+    `video ${image.number}: ${counted(image.frames.length, "temporal patch", "temporal patches")} of ${image.width} × ${image.height} pixels${left ? `, ${left} of them not in this file` : ""}, ${counted(image.tokens, "token")} from ${count(image.start)} on.${from}`));
+}
+
 function pictureOf(sample, image) {
   const [, high, wide] = image.grid, merge = image.merge, across = wide / merge, down = high / merge;
   const spot = svg("rect", { class: "spot", width: merge, height: merge, visibility: "hidden" });
   const overlay = svg("svg", { viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", "aria-hidden": "true" },
     svg("path", { class: "lines fine", d: gridPath(wide, high, 1) }), svg("path", { class: "lines", d: gridPath(wide, high, merge) }), spot);
   const box = el("div", { class: `picture${view.grid ? "" : " bare"}`, data: { image: image.number } },
-    el("img", { src: store.picture(sample, image), width: image.width, height: image.height, alt: `image ${image.number} as the model sees it`, decoding: "async" }), overlay);
+    el("img", { src: store.picture(sample, image), width: image.width, height: image.height, alt: image.frame ? `video ${image.number}, temporal patch ${image.patch}` : `image ${image.number} as the model sees it`, decoding: "async", loading: image.frame ? "lazy" : "eager" }), overlay);
   const point = (event) => {
     const area = overlay.getBoundingClientRect();
     const column = Math.floor((event.clientX - area.left) / area.width * across), row = Math.floor((event.clientY - area.top) / area.height * down);
@@ -27,6 +40,7 @@ function pictureOf(sample, image) {
     spot.setAttribute("x", merge * (number % across));
     spot.setAttribute("y", merge * Math.floor(number / across));
   });
+  if (image.frame) return el("figure", {}, box, el("figcaption", { class: "small soft" }, `${image.patch}:${timesOf(image.frame)}${image.told === null ? "" : `, told ${seconds(image.told)} s`}`));
   const source = image.source, steps = source.normalised || [];
   const from = source.width ? ` From a ${source.format} of ${source.width} × ${source.height}, ${source.mode}${steps.length ? `, normalised: ${steps.join(", ")}` : ""}` : "";
   return el("figure", {}, box, el("figcaption", { class: "small soft" },
@@ -35,6 +49,7 @@ function pictureOf(sample, image) {
 
 // Curves over token numbers; the frame moves, the drawing stays. A long text makes the few positions of an image
 // invisible, so each image can fill the frame.
+const lastOf = (image) => (image.frames.length ? image.frames[image.frames.length - 1].start + image.frames[0].tokens : image.start + image.tokens);
 const AXES = { t: "t, time", h: "h, row", w: "w, column" };
 function plotOf(sample) {
   const tokens = sample.tokens, axes = tokens.axes, colours = ["t", "h", "w"];
@@ -68,7 +83,7 @@ function plotOf(sample) {
     at.setAttribute("x1", index);
     at.setAttribute("x2", index);
   });
-  const frames = [["whole sample", 0, sample.length], ...sample.images.slice(0, 12).map((image) => [`image ${image.number}`, image.start, image.start + image.tokens])];
+  const frames = [["whole sample", 0, sample.length], ...sample.images.slice(0, 12).map((image) => [`${image.kind} ${image.number}`, image.start, lastOf(image)])];
   const buttons = frames.map(([name, start, stop], i) => el("button", { type: "button", "aria-pressed": String(i === 0), on: { click: (event) => {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
     show(start, stop);

@@ -73,7 +73,10 @@ const store = {
     return cache.get(key);
   },
   picture(sample, image) {
-    return SERVED ? `/api/samples/${Number(sample.index)}/images/${Number(image.number)}` : image.src || "data:,";
+    return SERVED ? `/api/samples/${Number(sample.index)}/images/${Number(image.number)}${image.frame ? `?frame=${Number(image.patch)}` : ""}` : image.src || "data:,";
+  },
+  draws(picture) {
+    return SERVED || "src" in picture;
   },
   thumbnail(row) {
     return SERVED ? `/api/samples/${Number(row.index)}/thumbnail` : row.thumbnail;

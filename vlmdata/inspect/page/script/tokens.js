@@ -7,8 +7,13 @@ function setCursor(index, from) {
   for (const listen of cursor.listeners) listen(index, from);
 }
 
+// What is drawn of an item: an image, or each temporal patch of a video as a picture of its own.
+function picturesOf(image) {
+  if (!image.frames.length) return [image];
+  return image.frames.map((frame) => ({ ...image, ...frame, frame, grid: [1, image.grid[1], image.grid[2]] }));
+}
 function imageAt(sample, index) {
-  return sample.images.find((image) => index >= image.start && index < image.start + image.tokens);
+  return sample.images.flatMap(picturesOf).find((image) => index >= image.start && index < image.start + image.tokens);
 }
 const shownText = (sample, index) => sample.tokens.text[index] ?? sample.spans.find((span) => index < span.stop).text;
 
@@ -108,7 +113,8 @@ function showStrip(sample, index) {
   if (image) {
     const merge = image.merge, across = image.grid[2] / merge, number = index - image.start;
     const patches = (place) => (merge > 1 ? `${merge * place}–${merge * (place + 1) - 1}` : place);
-    parts.push(["image", `${image.number}, patch rows ${patches(Math.floor(number / across))}, columns ${patches(number % across)}`]);
+    const shown = image.frame ? `, temporal patch ${image.patch}${timesOf(image.frame)}` : "";
+    parts.push([image.kind, `${image.number}${shown}, patch rows ${patches(Math.floor(number / across))}, columns ${patches(number % across)}`]);
   }
   strip.replaceChildren(el("span", { class: "what" }, oneLine(shownText(sample, index)) || "(rest of a character)"),
     ...parts.map(([name, value]) => el("span", {}, el("span", { class: "soft" }, `${name} `), el("b", { data: { field: name } }, value))));

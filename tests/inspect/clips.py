@@ -1,0 +1,95 @@
+"""A dataset of conversations with images and clips, encoded and written with a tokenizer's files of another dataset."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import xxhash
+
+from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.config import EMBEDDED, ImageConfig, PreprocessConfig, VideoConfig
+from preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
+from preprocess.encode import EncodedSample, Encoder
+from tests.conftest import encoded_image
+from tests.media.video.clips import clip
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.index_row import IndexRow, index_table, used_features
+from vlmdata.format.manifest import ShardInfo
+from vlmdata.format.schema import sample_key, shard_name
+from vlmdata.format.shard import EncodedItem, ShardWriter
+
+
+def conversations() -> list[Conversation]:
+    """A clip of 15 temporal patches between two images, and two clips, of which one has a frame of its own."""
+    image = ImagePart(encoded_image(64, 96, seed=1))
+    long, short = VideoPart(clip(count=300, rate=10)), VideoPart(clip(count=2, rate=10))
+    return [
+        Conversation((Message("user", parts), Message("assistant", (TextPart(answer),))))
+        for parts, answer in (
+            ((image, long, image, TextPart("Which numbers?")), "All up to 299."),
+            ((short, short, TextPart("And now?")), "Two, and two again."),
+        )
+    ]
+
+
+def write_clips(folder: Path, like: Path, family: str = "qwen3_5") -> Path:
+    """Writes them as a dataset, whose tokenizer is that of another one."""
+    config = PreprocessConfig(
+        family=family, image=ImageConfig(4096, 40_000), video=VideoConfig(min_pixels=4096, max_pixels=400_000)
+    )
+    encoder = Encoder(config, load_tokenizer(EMBEDDED, None, family))
+    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("shard-*"))
+    rows: list[IndexRow] = []
+    with ShardWriter(folder / shard_name(0)) as writer:
+        rows += [_row(writer, encoder.encode(each), number) for number, each in enumerate(conversations())]
+        size, sha256 = writer.close()
+    pq.write_table(index_table(rows), folder / "index.parquet")
+    before = VlmDataset(like).manifest
+    totals = dataclasses.replace(
+        before.totals,
+        rows=len(rows),
+        samples=len(rows),
+        rejected=0,
+        tokens=sum(row.length for row in rows),
+        padding=sum(row.padded_length - row.length for row in rows),
+        targets=sum(row.num_targets for row in rows),
+        items=sum(len(row.items) for row in rows),
+        patches=sum(row.num_patches for row in rows),
+        bytes=size,
+        truncated=0,
+    )
+    manifest = dataclasses.replace(
+        before,
+        totals=totals,
+        rejects={},
+        shards=(ShardInfo(shard_name(0), 0, len(rows), len(rows), 0, size, sha256),),
+        index_sha256=hashlib.sha256((folder / "index.parquet").read_bytes()).hexdigest(),
+        features=tuple(sorted(used_features(rows))),
+    )
+    (folder / "manifest.json").write_bytes(manifest.to_json())
+    return folder
+
+
+def _row(writer: ShardWriter, sample: EncodedSample, row: int) -> IndexRow:
+    members = {name: [array] for name, array in sample.to_sample("").arrays().items() if name != "patches"}
+    items = [
+        EncodedItem(image.patches, image.shape, "raw", xxhash.xxh3_64_intdigest(image.patches))
+        for image in sample.images
+    ]
+    metadata = {"key": sample_key(row), "images": [dict(image.origin) for image in sample.images]}
+    return IndexRow(
+        key=sample_key(row),
+        source_row=row,
+        shard=0,
+        placement=writer.add(sample_key(row), metadata, members, items),
+        length=sample.length,
+        padded_length=len(sample.input_ids),
+        num_targets=int(sample.loss_mask.sum()),
+        target_turns=sample.target_turns,
+        truncated=False,
+        item_starts=sample.image_starts,
+    )
