@@ -14,7 +14,7 @@ Plans = Mapping[VideoPart, VideoPlan]
 
 
 def encode_items(parts: Sequence[MediaPart], plans: Plans, config: PreprocessConfig) -> list[Views]:
-    """Encodes images and videos. References to equal files of equal size share their pixels.
+    """Encodes images and videos. References to equal files of equal size and times share their pixels.
 
     Raises:
         RowRejected: If one of them cannot be used.
@@ -27,7 +27,7 @@ def encode_items(parts: Sequence[MediaPart], plans: Plans, config: PreprocessCon
             made.append(next(images))
             continue
         plan = plans[part]
-        same = part.data, plan.numbers, plan.size
+        same = part.data, plan.numbers, plan.size, plan.times, plan.patch_times, plan.seconds_per_patch
         if same not in videos:
             videos[same] = (encode_video(plan, config),)
         made.append(videos[same])

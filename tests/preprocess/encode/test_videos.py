@@ -164,6 +164,14 @@ def test_a_video_used_twice_is_decoded_once() -> None:
     assert sample.images[0].grid != sample.images[2].grid
 
 
+def test_the_same_frames_at_another_rate_have_other_times() -> None:
+    files = tuple(encoded_image(64, 48, seed=n) for n in range(4))
+    slow, fast = encoder("qwen2_5_vl").encode(talk(VideoPart(files, rate=0.5), VideoPart(files, rate=2.0))).images
+    assert np.array_equal(slow.patches, fast.patches)
+    assert (slow.origin["seconds"], fast.origin["seconds"]) == ([0, 2, 4, 6], [0, 0.5, 1, 1.5])
+    assert (slow.step, fast.step) == (8, 2)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_settings_of_the_data(name: str) -> None:
     video = clip_of(30, 10, 48, 48)
