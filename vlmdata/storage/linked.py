@@ -6,7 +6,7 @@ Shards come first and the manifest last, so a command that is killed leaves no d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +116,7 @@ def take_shards(shards: Sequence[TakenShard], out: Store, on_shard: Callable[[in
     return transferred
 
 
-def take_tokenizer(store: Store, names: Mapping[str, str], out: Store) -> None:
+def take_tokenizer(store: Store, names: Iterable[str], out: Store) -> None:
     """Gives ``out`` the files of a tokenizer folder."""
     for name in names:
         transfer(store, f"{TOKENIZER_DIR}/{name}", out, f"{TOKENIZER_DIR}/{name}")
