@@ -49,6 +49,7 @@ from vlmdata.storage.transfer import How
 from vlmdata.version import __version__
 
 _FILES = "source"  # the codec that stores files as they are
+_ROW_GROUPS = 1000  # at most, so that the footer of the index stays small
 
 
 @dataclass(frozen=True)
@@ -189,10 +190,11 @@ def _turns(dataset: VlmDataset, chosen: Mask) -> dict[str, int]:
 
 
 def _write_index(index: DatasetIndex, features: list[str], out: Store) -> str:
-    """Writes the index, a row group per shard. Returns its sha256."""
+    """Writes the index, a row group per shard or per several. Returns its sha256."""
     schema = index_schema(features)
     table = index.table.select(schema.names).cast(schema)
-    bounds = np.flatnonzero(np.diff(index.shard, prepend=-1, append=-1)).tolist()
+    groups = index.shard // -(-(int(index.shard[-1]) + 1) // _ROW_GROUPS)
+    bounds = np.flatnonzero(np.diff(groups, prepend=-1, append=-1)).tolist()
     with out.writing(INDEX_NAME) as unnamed:
         file = Hashing(unnamed)
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
