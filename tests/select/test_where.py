@@ -76,7 +76,7 @@ def test_values(text: str, samples: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("length = 3", "not an expression"),
+        ("length = 3", "not an expression at character 8: write == to compare"),
         ("length < < 3", "not an expression at character 10"),
         ("length", "is a number, not true or false"),
         ("length and truncated", "'length': is a number"),

@@ -94,7 +94,8 @@ class Where:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, SyntaxError):
-        return "write == to compare" if "=" in str(error.msg) and "==" in str(error.msg) else str(error.msg)
+        is_assignment = error.text and error.offset and error.text[error.offset - 1 : error.offset + 1].strip() == "="
+        return "write == to compare" if is_assignment else str(error.msg)
     return "it is too deep" if isinstance(error, RecursionError | MemoryError) else str(error)
 
 
