@@ -19,7 +19,7 @@ from vlmdata.format.schema import IGNORE_INDEX, Sample
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
 from vlmdata.inspect.serialise import INLINE
-from vlmdata.inspect.tokens import TokenTexts, TurnTokens, find_turns
+from vlmdata.inspect.tokens import TokenTexts, TurnSpan, find_turns
 from vlmdata.wording import counted
 
 #: Number of tokens in a line of the sample list.
@@ -103,7 +103,7 @@ class SampleDescription:
     target_share: float  # of the true length
     target_turns: int  # assistant turns that are targets, from the index
     truncated: bool  # whether the last answer was truncated
-    turns: tuple[TurnTokens, ...]
+    turns: tuple[TurnSpan, ...]
     spans: tuple[Span, ...]
     images: tuple[ImageDescription, ...]
     columns: Mapping[str, Any]  # what the recipe attached
@@ -234,7 +234,7 @@ def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32], fami
 
 
 def _spans(
-    sample: Sample, turns: tuple[TurnTokens, ...], image_starts: tuple[int, ...], dataset: VlmDataset, texts: TokenTexts
+    sample: Sample, turns: tuple[TurnSpan, ...], image_starts: tuple[int, ...], dataset: VlmDataset, texts: TokenTexts
 ) -> tuple[npt.NDArray[np.int32], tuple[Span, ...]]:
     """Splits the tokens where turn, kind, target, weight or image changes. Also returns each token's span number."""
     info, family = dataset.manifest.tokenizer, dataset.family
