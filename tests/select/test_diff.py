@@ -13,10 +13,10 @@ from tests.format.as_earlier import as_earlier
 from tests.preprocess.command_line import Ended
 from tests.select.conftest import languages, receipts
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.select.compare import Changed, Comparison, compare
+from vlmdata.select.compare import ChangedSample, DatasetComparison, compare
 
 
-def differences(first: Path, second: Path) -> Comparison:
+def differences(first: Path, second: Path) -> DatasetComparison:
     return compare(VlmDataset(first), VlmDataset(second))
 
 
@@ -38,7 +38,7 @@ def test_changed_added_removed_and_moved_samples(tmp_path: Path) -> None:
     first = texts_of(tmp_path / "a", "One.", "Two.", "Three.", "Four.")
     second = texts_of(tmp_path / "b", "One.", "Two and more.", "Three.")
     found = differences(first, second)
-    assert found.changed == (Changed("000000001", ("tokens", "targets", "positions")),)
+    assert found.changed == (ChangedSample("000000001", ("tokens", "targets", "positions")),)
     assert (found.only_first, found.only_second, found.equal) == (("000000003",), (), 2)
     # One row more at the end, which the other dataset has elsewhere.
     third = texts_of(tmp_path / "c", "One.", "Two.", "Three.", "", "Four.")

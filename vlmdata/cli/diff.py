@@ -13,7 +13,7 @@ import typer
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
-    from vlmdata.select.compare import Comparison
+    from vlmdata.select.compare import DatasetComparison
 
 
 def diff(
@@ -47,7 +47,7 @@ def diff(
     raise typer.Exit(0 if found.is_equal else 1)
 
 
-def _print(found: Comparison, names: tuple[str, str], shown: int) -> None:
+def _print(found: DatasetComparison, names: tuple[str, str], shown: int) -> None:
     for name, samples in zip(names, found.samples, strict=True):
         print(f"{name}: {counted(samples, 'sample')}")
     for setting, one, other in found.settings:

@@ -92,7 +92,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Counts:
+class SelectionCounts:
     """Sums over samples."""
 
     samples: int
@@ -101,7 +101,7 @@ class Counts:
     images: int
 
     @classmethod
-    def of(cls, index: DatasetIndex, chosen: Mask) -> Counts:
+    def of(cls, index: DatasetIndex, chosen: Mask) -> SelectionCounts:
         """Counts the chosen samples."""
         images = np.repeat(chosen, index.item_counts) & (index.item_kinds == IMAGE)
         tokens, targets = (int(each[chosen].sum(dtype=np.int64)) for each in (index.lengths, index.num_targets))
@@ -122,8 +122,8 @@ class Chosen:
 
     mask: Mask  # which samples
     steps: tuple[Step, ...]  # what each criterion left
-    kept: Counts  # the chosen samples
-    lost: Counts  # the others
+    kept: SelectionCounts  # the chosen samples
+    lost: SelectionCounts  # the others
     unknown: int  # keys to exclude that no sample has
 
 
@@ -145,7 +145,7 @@ def choose(dataset: VlmDataset, choice: Choice) -> Chosen:
         )
     known = set(index.keys.to_pylist()) if choice.exclude_keys else set()
     unknown = sum(key not in known for key in choice.exclude_keys.keys) if choice.exclude_keys else 0
-    return Chosen(mask, tuple(steps), Counts.of(index, mask), Counts.of(index, ~mask), unknown)
+    return Chosen(mask, tuple(steps), SelectionCounts.of(index, mask), SelectionCounts.of(index, ~mask), unknown)
 
 
 def _criteria(dataset: VlmDataset, choice: Choice) -> Iterator[tuple[str, Callable[[Mask], Mask]]]:

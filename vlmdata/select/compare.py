@@ -18,7 +18,7 @@ from vlmdata.select.content import PARTS, combined, digests
 
 
 @dataclass(frozen=True)
-class Changed:
+class ChangedSample:
     """A sample with the same key in both datasets, and other content."""
 
     key: str
@@ -26,7 +26,7 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DatasetComparison:
     """The differences of two datasets. Keys are in the order of the index.
 
     Attributes:
@@ -41,7 +41,7 @@ class Comparison:
 
     samples: tuple[int, int]
     equal: int
-    changed: tuple[Changed, ...]
+    changed: tuple[ChangedSample, ...]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     moved: int
@@ -53,7 +53,7 @@ class Comparison:
         return not (self.changed or self.only_first or self.only_second or self.settings)
 
 
-def compare(first: VlmDataset, second: VlmDataset) -> Comparison:
+def compare(first: VlmDataset, second: VlmDataset) -> DatasetComparison:
     """Compares two datasets by the keys and checksums of their indexes."""
     indexes = (first.index, second.index)
     keys = [index.keys.to_pylist() for index in indexes]
@@ -64,7 +64,7 @@ def compare(first: VlmDataset, second: VlmDataset) -> Comparison:
     differs = {part: parts[0][part][ours] != parts[1][part][theirs] for part in PARTS}
     anything = np.any(list(differs.values()), axis=0)
     changed = tuple(
-        Changed(keys[0][ours[n]], tuple(part for part in PARTS if differs[part][n]))
+        ChangedSample(keys[0][ours[n]], tuple(part for part in PARTS if differs[part][n]))
         for n in np.flatnonzero(anything).tolist()
     )
     known = set(keys[0])
@@ -72,7 +72,7 @@ def compare(first: VlmDataset, second: VlmDataset) -> Comparison:
     others = [i for i, key in enumerate(keys[1]) if key not in known]
     contents = [combined(list(each.values())) for each in parts]
     shared = Counter(contents[0][alone].tolist()) & Counter(contents[1][others].tolist())
-    return Comparison(
+    return DatasetComparison(
         samples=(len(keys[0]), len(keys[1])),
         equal=len(pairs) - len(changed),
         changed=changed,
