@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from preprocess.options import data_option, image_option, run_option, text_option
+from preprocess.options import data_option, image_option, run_option, text_option, video_option
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
@@ -112,25 +112,50 @@ class DamagedVideos(StrEnum):
 
 @dataclass(frozen=True)
 class VideoConfig:
-    """Sampling and geometry of videos. The command has no options for them yet: no recipe makes videos.
+    """Sampling and geometry of videos. None are the family's defaults, those of transformers' video processors."""
 
-    Attributes:
-        fps: Frames to sample per second; None is the family's default, as below.
-        min_frames: Fewest frames to sample.
-        max_frames: Most frames to sample.
-        min_pixels: Smallest area in pixels: of all frames together, or of each for Qwen2.5-VL.
-        max_pixels: Largest area in pixels, likewise.
-        cap_pixels_per_frame: Whether each frame is limited too, as transformers 5.22 does by default.
-        damaged: Handling of files that are incomplete or damaged: reject them, or keep the frames before the damage.
-    """
-
-    fps: float | None = None
-    min_frames: int | None = None
-    max_frames: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    cap_pixels_per_frame: bool = False
-    damaged: DamagedVideos = DamagedVideos.REJECT
+    fps: Annotated[
+        float | None,
+        video_option("Frames to sample per second.", name="video_fps", shown_default="the family's, 2"),
+    ] = None
+    min_frames: Annotated[
+        int | None,
+        video_option(
+            "Sample at least so many frames, if the video has them.",
+            name="video_min_frames",
+            shown_default="the family's, 4",
+        ),
+    ] = None
+    max_frames: Annotated[
+        int | None,
+        video_option("Sample at most so many frames.", name="video_max_frames", shown_default="the family's, 768"),
+    ] = None
+    min_pixels: Annotated[
+        int | None,
+        video_option(
+            "Enlarge the frames of videos with fewer pixels, of all frames together (of each in qwen2_5_vl), to this.",
+            name="video_min_pixels",
+            shown_default="the family's, 4,096 for qwen3_5",
+        ),
+    ] = None
+    max_pixels: Annotated[
+        int | None,
+        video_option(
+            "Reduce the frames of videos with more pixels, counted likewise, to this.",
+            name="video_max_pixels",
+            shown_default="the family's, 25,165,824 for qwen3_5",
+        ),
+    ] = None
+    cap_pixels_per_frame: Annotated[
+        bool, video_option("Limit the pixels of each frame too, as transformers does from version 5.22 on.")
+    ] = False
+    damaged: Annotated[
+        DamagedVideos,
+        video_option(
+            "Video files that are incomplete or damaged: reject, or keep the frames before the damage.",
+            name="damaged_videos",
+        ),
+    ] = DamagedVideos.REJECT
 
     def __post_init__(self) -> None:
         for name in ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels"):
@@ -152,6 +177,17 @@ class VideoConfig:
             if least > most:
                 raise UsageError(f"video_min_{name} is {least}, more than video_max_{name} {most}. Set both.")
         return made
+
+    def to_json(self, family: Family) -> dict[str, Any] | None:
+        """Returns the options as JSON, with the family's defaults filled in; None if the family has no videos.
+
+        Raises:
+            UsageError: If they contradict each other.
+        """
+        if family.video is None:
+            return None
+        made = dataclasses.asdict(self.settings(family.video.defaults))
+        return {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}
 
     def limits(self, max_source_pixels: int) -> VideoLimits:
         """Returns what is accepted of video files."""
@@ -300,7 +336,7 @@ class PreprocessConfig:
         least, most = self.image.bounds(self.model_family)
         image = dataclasses.replace(self.image, min_pixels=least, max_pixels=most)
         options = dataclasses.asdict(dataclasses.replace(self, image=image))
-        del options["video"]  # no sample of a dataset has one yet
+        options["video"] = self.video.to_json(self.model_family)
         options |= {"family": self.model_family.name, "pixels": self.codec.name}  # they may be given as files
         hosts = options["media"].pop("private_hosts")
         if hosts:  # earlier versions had no such option

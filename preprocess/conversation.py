@@ -67,8 +67,6 @@ class ImagePart:
 class VideoPart:
     """A video, and how the data asks to sample and resize it. None leaves it to the run.
 
-    The encoder makes samples of conversations with videos. Shards do not hold them yet, so such rows are rejected.
-
     Attributes:
         data: The encoded file, or the image files of its frames. Those are used as they are: none is left out.
         field: Place in the row, for messages.

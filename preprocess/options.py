@@ -24,6 +24,7 @@ class OptionHelp:
 data_option = partial(OptionHelp, panel="Data")
 text_option = partial(OptionHelp, panel="Text and targets")
 image_option = partial(OptionHelp, panel="Images")
+video_option = partial(OptionHelp, panel="Videos")
 run_option = partial(OptionHelp, panel="Run")
 
 

@@ -22,7 +22,7 @@ from preprocess.chat.render import Rendered, Renderer
 from preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
 from preprocess.chat.tokenizer import ChatTokenizer, require_length
 from preprocess.config import Overlong, PreprocessConfig, TrainThink, TrainTurns
-from preprocess.conversation import Conversation, Document, Message, VideoPart
+from preprocess.conversation import Conversation, Document, Message
 from preprocess.encode.document import encode_document
 from preprocess.encode.items import Plans, encode_items, item_tokens
 from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample, turn_weights
@@ -53,8 +53,6 @@ class Encoder:
         Raises:
             RowRejected: If nothing of it can be encoded.
         """
-        if isinstance(made, Conversation) and any(isinstance(part, VideoPart) for part in made.media):
-            raise RowRejected(Reason.UNSUPPORTED_CONTENT, "a video in the conversation; shards hold images only")
         encoded: Sequence[EncodedSample | RowRejected]
         if isinstance(made, Conversation):
             encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]

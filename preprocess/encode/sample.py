@@ -17,7 +17,7 @@ from vlmdata.families import Family
 from vlmdata.families.blocks import Blocks
 from vlmdata.format.schema import Sample
 from vlmdata.format.tokenizer_info import TokenizerInfo
-from vlmdata.media.codecs import IMAGE, ItemShape
+from vlmdata.media.codecs import IMAGE, VIDEO, ItemShape
 from vlmdata.reasons import Reason
 
 #: Weights other than 0 are within these bounds. Gradients are multiplied by the weights in the network and divided by
@@ -76,8 +76,16 @@ class EncodedSample:
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:
-        """int32 (N, 3)."""
-        return np.array([image.grid for image in self.images], dtype=np.int32).reshape(-1, 3)
+        """Grids of the images, int32 (N, 3)."""
+        return self._grids(IMAGE)
+
+    @property
+    def video_grid_thw(self) -> npt.NDArray[np.int32] | None:
+        """Grids of the videos, int32 (V, 3); None without videos."""
+        return self._grids(VIDEO) if any(image.kind == VIDEO for image in self.images) else None
+
+    def _grids(self, kind: str) -> npt.NDArray[np.int32]:
+        return np.array([image.grid for image in self.images if image.kind == kind], np.int32).reshape(-1, 3)
 
     @property
     def patches(self) -> list[npt.NDArray[np.uint8]]:
@@ -97,6 +105,7 @@ class EncodedSample:
             patches,
             self.loss_weights,
             tuple(image.shape for image in self.images),
+            self.video_grid_thw,
         )
 
 

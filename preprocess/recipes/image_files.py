@@ -1,6 +1,6 @@
-"""Lists the image files of a shard, and detects later changes.
+"""Lists the image and video files of a shard, and detects later changes.
 
-Rows may name image files by path. Their content is recorded by hash, since the dataset depends on it and it is the same
+Rows may name files by path. Their content is recorded by hash, since the dataset depends on it and it is the same
 for every copy of the source. Reading all files again to compare them is slow. So a file counts as unchanged if its size
 is the same and, according to the file system, it was not modified since the start of the run. Only other files are
 read.
@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from preprocess.recipes.file_kinds import VIDEOS
 from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
 from preprocess.sources.identity import file_digest
 from vlmdata.storage import Store, Writing
@@ -43,7 +44,7 @@ _ENTRY = np.dtype([("path", np.uint64), ("content", np.uint64)])
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """An image file used by a shard."""
+    """An image or video file used by a shard."""
 
     path: str  # path relative to the image root, or absolute
     bytes: int  # size in bytes; -1 if the file was missing
@@ -161,7 +162,7 @@ def _state(root: Path | RemoteRoot, path: str) -> tuple[int | None, float | None
 
 def _digest(root: Path | RemoteRoot, path: str) -> str:
     if isinstance(root, RemoteRoot):
-        return xxhash.xxh3_128_hexdigest(root.fetch(root.name_of(path)))
+        return xxhash.xxh3_128_hexdigest(root.fetch(root.name_of(path), VIDEOS))
     return file_digest(root / path)
 
 

@@ -1,4 +1,4 @@
-"""Image files in a bucket: confined to a root URL and fetched with retries."""
+"""Media files in a bucket: confined to a root URL and fetched with retries."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote, unquote
 
+from preprocess.recipes.file_kinds import IMAGES, FileKind
 from preprocess.reject import excerpt
 from vlmdata.attempts import FAILED, AttemptsFailed, attempts
 from vlmdata.errors import SourceError
 from vlmdata.locations import file_system, is_web
 from vlmdata.reasons import Reason
 
-#: A file larger than this is not read or downloaded.
-MAX_FILE_BYTES = 256 * 1024 * 1024
 #: Names that fsspec file systems use for the time of an object's last change.
 _TIMES = ("LastModified", "last_modified", "mtime", "updated")
 #: A path that is still encoded after so many decodings is refused.
@@ -24,11 +23,11 @@ _DECODINGS = 4
 
 
 class FetchProblem(Exception):
-    """An image cannot be fetched.
+    """A file cannot be fetched.
 
     Attributes:
         reason: Reason for the ledger.
-        size: Size of the image in bytes, if known.
+        size: Size of the file in bytes, if known.
     """
 
     def __init__(self, reason: Reason, message: str, size: int | None = None):
@@ -39,46 +38,47 @@ class FetchProblem(Exception):
 
 @dataclass(frozen=True)
 class RemoteRoot:
-    """The root URL of image paths."""
+    """The root URL of paths in the data."""
 
     url: str  # the URL, without a trailing slash
 
-    def name_of(self, path: str) -> str:
+    def name_of(self, path: str, kind: FileKind = IMAGES) -> str:
         """Returns a path relative to the root, without ``.`` and ``..``.
 
         Args:
             path: The path in the row: relative, or a full URL.
+            kind: What the file should be.
 
         Raises:
-            FetchProblem: IMAGE_PATH if it is outside the root.
+            FetchProblem: If it is outside the root.
         """
         inside = path.removeprefix(f"{self.url}/") if path.startswith(f"{self.url}/") else path
         name = posixpath.normpath(inside)
         outside = name == ".." or name.startswith(("../", "/")) or "://" in inside or "\0" in name
         if outside or (is_web(self.url) and _climbs(name)):
-            raise FetchProblem(Reason.IMAGE_PATH, f"{excerpt(path)} is outside the image root")
+            raise FetchProblem(kind.path, f"{excerpt(path)} is outside the image root")
         return name
 
     def _address(self, name: str) -> str:
         """Returns the URL of a name. In a web address, ``?``, ``#`` and ``%`` of the name are quoted."""
         return f"{self.url}/{quote(name, errors='surrogatepass') if is_web(self.url) else name}"
 
-    def fetch(self, name: str) -> bytes:
+    def fetch(self, name: str, kind: FileKind) -> bytes:
         """Fetches the bytes of an object.
 
         Raises:
-            FetchProblem: MISSING_IMAGE, IMAGE_TOO_LARGE or IMAGE_FETCH.
+            FetchProblem: If it is missing, too large or not to be had.
         """
         shown, url = excerpt(name), self._address(name)
         try:
-            data = attempts(lambda: _read(url))
+            data = attempts(lambda: _read(url, kind.most_bytes))
         except (FileNotFoundError, IsADirectoryError) as error:
-            raise FetchProblem(Reason.MISSING_IMAGE, f"no file {shown} in the image root: FileNotFoundError") from error
+            raise FetchProblem(kind.missing, f"no file {shown} in the image root: FileNotFoundError") from error
         except FAILED as error:
             said = error if isinstance(error, AttemptsFailed) else f"{type(error).__name__}: {error}"
-            raise FetchProblem(Reason.IMAGE_FETCH, f"{excerpt(url)}: {said}") from error
-        if len(data) > MAX_FILE_BYTES:
-            raise FetchProblem(Reason.IMAGE_TOO_LARGE, f"{shown} has more than {MAX_FILE_BYTES} bytes", len(data))
+            raise FetchProblem(kind.fetch, f"{excerpt(url)}: {said}") from error
+        if len(data) > kind.most_bytes:
+            raise FetchProblem(kind.too_large, f"{shown} has more than {kind.most_bytes} bytes", len(data))
         return data
 
     def state(self, path: str) -> tuple[int | None, float | None]:
@@ -94,7 +94,7 @@ class RemoteRoot:
         except FileNotFoundError:
             return None, None
         except FAILED as error:
-            raise SourceError(f"{url}: cannot be compared with the image in a shard: {error}") from error
+            raise SourceError(f"{url}: cannot be compared with the file in a shard: {error}") from error
         if details["type"] != "file":
             return None, None
         changed = next((details[name] for name in _TIMES if details.get(name)), None)
@@ -124,10 +124,10 @@ def _climbs(path: str) -> bool:
     return unquote(path) != path or ".." in path.replace("\\", "/").split("/") or "\0" in path
 
 
-def _read(url: str) -> bytes:
+def _read(url: str, most: int) -> bytes:
     files, path = file_system(url)
     try:
-        data: bytes = files.cat_file(path, start=0, end=MAX_FILE_BYTES + 1)
+        data: bytes = files.cat_file(path, start=0, end=most + 1)
     except FileNotFoundError:
         raise
     except OSError:

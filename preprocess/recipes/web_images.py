@@ -1,4 +1,4 @@
-"""Fetches images at web addresses, within a time, a size, and public networks.
+"""Fetches files at web addresses, within a time, a size, and public networks.
 
 Rows are data of others. An address in them must not make this machine ask servers that only it can reach, such as the
 metadata service of a cloud. So each connection is checked, also those of redirects, by the addresses of its host.
@@ -22,61 +22,60 @@ from requests.utils import select_proxy
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from preprocess.recipes.remote_root import MAX_FILE_BYTES, FetchProblem
+from preprocess.recipes.file_kinds import FileKind
+from preprocess.recipes.remote_root import FetchProblem
 from preprocess.reject import excerpt
-from vlmdata.reasons import Reason
 
 _TIMEOUT_SECONDS = (10, 60)  # for connecting, and between two packets
-#: For an image, with redirects and further attempts.
+#: For an image, with redirects and further attempts. Larger files have more time.
 _DEADLINE_SECONDS = 300.0
 #: Seconds before the second and third attempt.
 _PAUSES = (0.1, 0.5)
 _NAT64 = IPv6Network("64:ff9b::/96")
 
 
-def download(url: str, private_hosts: Iterable[str] = ()) -> bytes:
+def download(url: str, kind: FileKind, private_hosts: Iterable[str] = ()) -> bytes:
     """Returns the file at an address.
 
     Args:
         url: The address.
+        kind: What the file should be.
         private_hosts: Hosts that may be in a private network, as ``host`` or ``host:port``.
 
     Raises:
-        FetchProblem: IMAGE_FETCH or IMAGE_TOO_LARGE.
+        FetchProblem: If it is too large or not to be had.
     """
     problem: object = None
-    with _fetching(frozenset(host.lower() for host in private_hosts)) as fetch, Session() as session:
+    deadline = _DEADLINE_SECONDS * kind.patience
+    hosts = frozenset(host.lower() for host in private_hosts)
+    with _fetching(hosts, deadline) as fetch, Session() as session:
         for scheme in ("http://", "https://"):
             session.mount(scheme, _Adapter())
         for pause in (0.0, *_PAUSES):
             time.sleep(pause)
             try:
-                return _once(session, fetch, url)
+                return _once(session, fetch, url, kind)
             except (RequestException, ValueError) as error:
                 problem = error
             except _Refused as refused:
-                raise FetchProblem(Reason.IMAGE_FETCH, f"{excerpt(url)}: {refused}") from refused
+                raise FetchProblem(kind.fetch, f"{excerpt(url)}: {refused}") from refused
             if fetch.ended:
                 break
     if fetch.ended:
-        raise FetchProblem(
-            Reason.IMAGE_FETCH, f"{excerpt(url)}: the image did not arrive within {_DEADLINE_SECONDS:g} seconds"
-        )
-    raise FetchProblem(
-        Reason.IMAGE_FETCH, f"{excerpt(url)}: {len(_PAUSES) + 1} attempts failed, the last with: {problem}"
-    )
+        raise FetchProblem(kind.fetch, f"{excerpt(url)}: the {kind.name} did not arrive within {deadline:g} seconds")
+    raise FetchProblem(kind.fetch, f"{excerpt(url)}: {len(_PAUSES) + 1} attempts failed, the last with: {problem}")
 
 
-def _once(session: Session, fetch: _Fetch, url: str) -> bytes:
+def _once(session: Session, fetch: _Fetch, url: str, kind: FileKind) -> bytes:
     with session.get(url, stream=True, timeout=_TIMEOUT_SECONDS) as response:
         if 400 <= response.status_code < 500 and response.status_code != 429:
-            raise FetchProblem(Reason.IMAGE_FETCH, f"{excerpt(url)}: HTTP status {response.status_code}")
+            raise FetchProblem(kind.fetch, f"{excerpt(url)}: HTTP status {response.status_code}")
         response.raise_for_status()
         received = bytearray()
         for chunk in response.iter_content(1 << 20):
             received += chunk
-            if len(received) > MAX_FILE_BYTES:
-                raise FetchProblem(Reason.IMAGE_TOO_LARGE, f"{excerpt(url)} gives more than {MAX_FILE_BYTES} bytes")
+            if len(received) > kind.most_bytes:
+                raise FetchProblem(kind.too_large, f"{excerpt(url)} gives more than {kind.most_bytes} bytes")
     if fetch.ended:  # a closed connection looks like the end of a body without a length
         raise RequestException("the time is over")
     return bytes(received)
@@ -140,9 +139,9 @@ _current: ContextVar[_Fetch] = ContextVar("the fetch of this thread")
 
 
 @contextmanager
-def _fetching(private_hosts: frozenset[str]) -> Iterator[_Fetch]:
+def _fetching(private_hosts: frozenset[str], deadline: float) -> Iterator[_Fetch]:
     fetch = _Fetch(private_hosts)
-    timer = threading.Timer(_DEADLINE_SECONDS, fetch.end)
+    timer = threading.Timer(deadline, fetch.end)
     timer.daemon = True
     token = _current.set(fetch)
     timer.start()

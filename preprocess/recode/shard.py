@@ -22,7 +22,7 @@ from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import MEMBER_BY_NAME, Member, supported_features
 from vlmdata.format.shard import EncodedItem, ShardWriter
-from vlmdata.media.codecs import IMAGE, RAW, REGISTRY, Item, ItemShape, Unsuitable, decode_item
+from vlmdata.media.codecs import IMAGE, RAW, REGISTRY, VIDEO, Item, ItemShape, Unsuitable, decode_item
 from vlmdata.storage import Store
 from vlmdata.storage.shards import DatasetShards, ShardStore
 
@@ -212,7 +212,8 @@ class _SampleReader:
 
     def _array(self, member: Member, row: IndexRow, data: memoryview) -> npt.NDArray[Any]:
         axes = len(self._family.position_axes)
-        shapes = {"position_ids": (axes, row.padded_length), "image_grid_thw": (len(row.items), 3)}
+        grids = {f"{kind}_grid_thw": (len(row.grids(kind)), 3) for kind in (IMAGE, VIDEO)}
+        shapes = {"position_ids": (axes, row.padded_length), **grids}
         shape = shapes.get(member.name, (row.padded_length,))
         return np.frombuffer(data, member.dtype, int(np.prod(shape))).reshape(shape)
 

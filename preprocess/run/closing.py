@@ -16,6 +16,7 @@ from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import system_message
 from preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
 from preprocess.run.claim import Part, job_array
+from preprocess.shards.fingerprints import of_samples
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.index_row import index_schema
@@ -70,9 +71,10 @@ def close_dataset(
             ledger_hash = ledger.sha256
         with saved_tokenizer(store, tokenizer) as folder:
             tokenizer_files = hash_tokenizer_files(folder)
+        config = of_samples(identity["config"], features)
         manifest = Manifest(
-            config=identity["config"],
-            config_hash=canonical_hash(identity["config"]),
+            config=config,
+            config_hash=canonical_hash(config),
             source={**identity["source"], **image_files},
             tokenizer=tokenizer.info,
             totals=Totals(**{name: sum(getattr(each.totals, name) for each in records) for name in _TOTALS}),

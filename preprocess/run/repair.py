@@ -149,13 +149,14 @@ class Repair:
     def _read_index_rows(self, known: Iterable[int]) -> list[int]:
         """Reads the index rows of all intact shards. Returns the numbers of the others."""
         damaged = set(known)
-        image, made = self.manifest.tokenizer.image, self.manifest.model_family
+        made = self.manifest.model_family
+        tokens = {kind: item.token for kind, item in self.manifest.tokenizer.items.items()}
         store, scratch = self.work.store, self._scratch
 
         def read(number: int) -> bool:
             info = self.manifest.shards[number]
             with store.local(info.name) as folder:
-                rows = index_rows_of(folder, number, info, image, made)
+                rows = index_rows_of(folder, number, info, tokens, made)
             if rows is None:
                 return False
             with scratch.writing(progress_name(number, "parquet")) as file:

@@ -7,23 +7,24 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from preprocess.config import PreprocessConfig
+from preprocess.config import PreprocessConfig, VideoConfig
 from preprocess.own_options import make_options
 from preprocess.recipes.base import REGISTRY as RECIPES
 from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.families import family
 from vlmdata.format.manifest import differences
-from vlmdata.format.schema import SCHEMA_VERSION
+from vlmdata.format.schema import KIND_FEATURES, SCHEMA_VERSION
 from vlmdata.format.tokenizer_info import TokenizerInfo, tokenizer_to_json
-from vlmdata.media.codecs import RAW, libraries_of
+from vlmdata.media.codecs import RAW, VIDEO, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
-from vlmdata.media.versions import decoder_versions
+from vlmdata.media.versions import decoder_versions, video_versions
 from vlmdata.registry import module_named, shown_name
 from vlmdata.version import __version__
 
@@ -31,8 +32,11 @@ from vlmdata.version import __version__
 _LIBRARIES = ("jinja2", "pillow", "tokenizers", "torch", "torchvision", "transformers")
 
 _FAMILY_SOURCE, _CODEC, _CODEC_SOURCE = "family_source", "codec", "codec_source"
-#: Fingerprints that earlier versions did not record.
-_LATER = (_FAMILY_SOURCE, _CODEC_SOURCE)
+#: Versions of the decoder of videos, and the options of videos. Manifests of datasets without videos lack the former,
+#: and the latter if they are the defaults.
+_VIDEO_DECODERS, _VIDEO_OPTIONS = "video_decoders", "video"
+#: Fingerprints that earlier versions did not record, or that not every dataset needs.
+_LATER = (_FAMILY_SOURCE, _CODEC_SOURCE, _VIDEO_DECODERS)
 _TOUCHED = (
     "(source files were touched since the run began; whether their bytes changed is known only of runs that began with "
     "--hash-source. Copies that keep the times, as cp -p and rsync -t make them, do.)"
@@ -78,6 +82,7 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
         },
         "libraries": {name: version(name) for name in _LIBRARIES},
         "decoders": decoder_versions(),
+        **({} if made.video is None else {_VIDEO_DECODERS: video_versions()}),
     } | codec_fingerprints(config.pixels)
 
 
@@ -129,11 +134,31 @@ def tokenizer_identity(tokenizer: TokenizerInfo) -> dict[str, Any]:
 
 
 def as_recorded(config: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a run's ``config`` without fingerprints that an earlier version did not record in ``before``."""
+    """Returns a run's ``config`` without what ``before`` does not record: it did not matter, or was not known yet."""
     known = before.get("fingerprints", {})
     left_out = {name for name in _LATER if name not in known}
     found = {name: value for name, value in config["fingerprints"].items() if name not in left_out}
-    return {**config, "fingerprints": found}
+    recorded = {**config, "fingerprints": found}
+    return recorded if _VIDEO_OPTIONS in before.get("options", {}) else _without_default_videos(recorded)
+
+
+def of_samples(config: Mapping[str, Any], features: Collection[str]) -> dict[str, Any]:
+    """Returns the ``config`` of a run as the manifest of a dataset with these features records it.
+
+    Without videos, their decoder is left out, and their options if they are the defaults: a run that needs none makes
+    the same manifest with every decoder.
+    """
+    if KIND_FEATURES[VIDEO] in features:
+        return dict(config)
+    kept = {name: value for name, value in config["fingerprints"].items() if name != _VIDEO_DECODERS}
+    return _without_default_videos({**config, "fingerprints": kept})
+
+
+def _without_default_videos(config: dict[str, Any]) -> dict[str, Any]:
+    options = config.get("options", {})
+    if _VIDEO_OPTIONS not in options or options[_VIDEO_OPTIONS] != VideoConfig().to_json(family(options["family"])):
+        return config
+    return {**config, "options": {name: value for name, value in options.items() if name != _VIDEO_OPTIONS}}
 
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

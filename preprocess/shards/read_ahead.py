@@ -1,4 +1,4 @@
-"""Reading rows, and fetching the images that they name, ahead of their turn where they come over a network."""
+"""Reading rows, and fetching the files that they name, ahead of their turn where they come over a network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
-from preprocess.recipes.media import MediaLoader
+from preprocess.recipes.media import MediaLoader, Wanted
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from preprocess.sources.rows import Source
@@ -42,7 +42,7 @@ def rows_of(
         yield from ((number, row_of(number)) for number in numbers)
         return
     reading: deque[tuple[int, Future[Row | RowRejected]]] = deque()
-    ahead: deque[tuple[int, Future[Row | RowRejected], list[str]]] = deque()
+    ahead: deque[tuple[int, Future[Row | RowRejected], list[Wanted]]] = deque()
     # One thread, as an opened source is for one.
     with ThreadPoolExecutor(1, thread_name_prefix="rows") as reader:
         try:
@@ -50,7 +50,7 @@ def rows_of(
             while True:
                 for number in islice(waiting, _ROWS_AHEAD - len(reading) - len(ahead)):
                     reading.append((number, reader.submit(row_of, number)))
-                # Images of rows that have come are asked for at once, and of the next row in any case.
+                # Files of rows that have come are asked for at once, and of the next row in any case.
                 while reading and (reading[0][1].done() or not ahead):
                     number, row = reading.popleft()
                     ahead.append((number, row, _begun(row, media)))
@@ -66,8 +66,8 @@ def rows_of(
                 media.forget(begun)
 
 
-def _begun(row: Future[Row | RowRejected], media: MediaLoader) -> list[str]:
-    """Begins to fetch the images of a row, if it can be read."""
+def _begun(row: Future[Row | RowRejected], media: MediaLoader) -> list[Wanted]:
+    """Begins to fetch the files of a row, if it can be read."""
     if row.exception() is None and isinstance(read := row.result(), Row):
         return media.begin(read.values)
     return []

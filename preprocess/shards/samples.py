@@ -1,4 +1,4 @@
-"""Writes encoded samples to a shard, with their images in the codec of the run."""
+"""Writes encoded samples to a shard, with their images and videos in the codec of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlmdata.format.manifest import (
 )
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
-from vlmdata.media.codecs import IMAGE, RAW, Item, ItemShape, Unsuitable, codec
+from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of
 
@@ -42,14 +42,13 @@ def write_sample(
 
     Args:
         encoded: The sample.
-        items: Its images as stored (see :func:`preprocess.shards.samples.encoded_items`).
+        items: Its images and videos as stored (see :func:`preprocess.shards.samples.encoded_items`).
         row: Its source row.
         place: Its place in the list of the row.
         shard: Number of the shard.
         writer: Writes the shard.
     """
     key = sample_key(row, place.sample, place.of)
-    grids = tuple(image.grid for image in encoded.images)
     targets = int(encoded.loss_mask.sum())
     metadata: dict[str, Any] = {
         "key": key,
@@ -59,9 +58,11 @@ def write_sample(
         "num_targets": targets,
         "target_turns": encoded.target_turns,
         "truncated": encoded.truncated,
-        "image_grid_thw": grids,
+        "image_grid_thw": encoded.image_grid_thw.tolist(),
         "images": [dict(image.origin) for image in encoded.images],
     }
+    if encoded.video_grid_thw is not None:
+        metadata["video_grid_thw"] = encoded.video_grid_thw.tolist()
     if place.sample is not None:
         metadata["sample"] = place.sample
     if encoded.turn_weights:
@@ -109,44 +110,47 @@ def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
         "image_grid_thw": [encoded.image_grid_thw],
         "patches": encoded.patches,
     }
-    return pieces if encoded.loss_weights is None else pieces | {"loss_weights": [encoded.loss_weights]}
+    optional = {"loss_weights": encoded.loss_weights, "video_grid_thw": encoded.video_grid_thw}
+    return pieces | {name: [array] for name, array in optional.items() if array is not None}
 
 
-#: The images of a sample, each distinct one once, as they are stored.
+#: The images and videos of a sample, each distinct one once, as they are stored.
 type Items = Mapping[EncodedImage, EncodedItem]
 
 
 def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, known: Items) -> Items:
-    """Encodes the images of a sample with the run's codec; empty if they are plain patches of the sample alone.
+    """Encodes the items of a sample with the run's codec; empty if they are plain images of the sample alone.
 
     Args:
         encoded: The sample.
         key: Its key, for messages.
         config: The options.
-        known: Images that are encoded already. The samples of a conversation's turns share theirs.
+        known: Items that are encoded already. The samples of a conversation's turns share theirs.
 
     Raises:
         RowRejected: If the codec does not store one of them.
         UsageError: If the codec fails.
     """
-    if config.codec.name == RAW and config.train_turns is not TrainTurns.EACH:
+    plain = config.codec.name == RAW and all(image.kind == IMAGE for image in encoded.images)
+    if plain and config.train_turns is not TrainTurns.EACH:
         return {}
     made: dict[EncodedImage, EncodedItem] = {}
     for number, image in enumerate(encoded.images):
         if image not in made:  # references to one file are one object
-            file = image.file if image.whole else None
-            item = Item(image.patches, ItemShape(IMAGE, image.grid), config.model_family, file)
-            made[image] = known.get(image) or _encoded(config.codec.name, item, key, number)
+            file = image.file if image.whole and image.kind == IMAGE else None
+            item = Item(image.patches, image.shape, config.model_family, file)
+            place = f"{image.kind}s[{sum(each.kind == image.kind for each in encoded.images[:number])}]"
+            made[image] = known.get(image) or _encoded(config.codec.name, item, f"key {key}, {place}", place)
     return made
 
 
-def _encoded(name: str, item: Item, key: str, number: int) -> EncodedItem:
+def _encoded(name: str, item: Item, what: str, place: str) -> EncodedItem:
     try:
-        payload = encode_item(name, item, f"key {key}, image {number}")
+        payload = encode_item(name, item, what)
     except Unsuitable as error:
         raise RowRejected(
             Reason.UNSUITABLE_ITEM,
-            f"images[{number}]: the codec {name} does not store it: {error}. Choose another --pixels to keep the row",
+            f"{place}: the codec {name} does not store it: {error}. Choose another --pixels to keep the row",
         ) from error
     return EncodedItem(payload, item.shape, name, xxhash.xxh3_64_intdigest(item.patches))
 

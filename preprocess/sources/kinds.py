@@ -46,6 +46,23 @@ ENDINGS: Mapping[str, Kind] = {
     ".tar": Kind.TAR,
 }
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jp2")
+VIDEO_ENDINGS = (
+    ".mp4",
+    ".m4v",
+    ".mov",
+    ".mkv",
+    ".webm",
+    ".avi",
+    ".mpg",
+    ".mpeg",
+    ".ts",
+    ".mts",
+    ".m2ts",
+    ".flv",
+    ".wmv",
+    ".ogv",
+    ".3gp",
+)
 _SHOWN = 3
 
 
@@ -57,6 +74,11 @@ def kind_of(name: str) -> Kind | None:
 def is_image(name: str) -> bool:
     """Returns whether the file name is that of an image."""
     return name.lower().endswith(IMAGE_ENDINGS)
+
+
+def is_video(name: str) -> bool:
+    """Returns whether the file name is that of a video."""
+    return name.lower().endswith(VIDEO_ENDINGS)
 
 
 def the_kind(what: str, names: Sequence[str]) -> Kind:

@@ -14,6 +14,7 @@ import xxhash
 
 import vlmdata
 from tests.loader.synthetic import IMAGE_TOKEN, PAD, write_dataset
+from vlmdata.families.blocks import Blocks
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features
@@ -28,6 +29,7 @@ from vlmdata.verify.sample import SampleRules
 
 SHAPES = (ItemShape(IMAGE, (1, 4, 2)), ItemShape(VIDEO, (3, 2, 4), 2))
 LENGTH = 24
+VIDEO_TOKEN = 5
 
 
 def pixels() -> list[np.ndarray]:
@@ -39,14 +41,17 @@ def pixels() -> list[np.ndarray]:
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A dataset whose only sample has an image and a video."""
     folder = write_dataset(tmp_path / "dataset", shards=1, samples_per_shard=1)
-    ids, starts, grids = np.full(LENGTH, 7, np.int32), (2, 8), np.array([shape.grid for shape in SHAPES], np.int32)
-    for start, count in zip(starts, FAMILY.token_counts(grids).tolist(), strict=True):
-        ids[start : start + count] = IMAGE_TOKEN
+    ids, starts, tokens = np.full(LENGTH, 7, np.int32), (2, 8), {IMAGE: IMAGE_TOKEN, VIDEO: VIDEO_TOKEN}
+    ids[2:4] = IMAGE_TOKEN
+    for start in (8, 11, 14):  # a block per temporal patch
+        ids[start : start + 2] = VIDEO_TOKEN
+    blocks = Blocks.of(FAMILY, [(shape.kind, shape.grid) for shape in SHAPES], tokens)
+    positions = FAMILY.position_ids(LENGTH, blocks.locate(ids), blocks.grids)
     arrays = {
         "input_ids": [np.append(ids, np.full(32 - LENGTH, PAD, np.int32))],
         "loss_mask": [np.zeros(32, np.uint8)],
-        "position_ids": [np.pad(FAMILY.position_ids(LENGTH, np.array(starts), grids), ((0, 0), (0, 32 - LENGTH)))],
-        "image_grid_thw": [grids],
+        "position_ids": [np.pad(positions, ((0, 0), (0, 32 - LENGTH)))],
+        **{f"{shape.kind}_grid_thw": [np.array([shape.grid], np.int32)] for shape in SHAPES},
     }
     items = [
         EncodedItem(codec(request.param).encode(Item(rows, shape, FAMILY)), shape, request.param, digest(rows))
@@ -79,28 +84,33 @@ def test_index_and_sample(directory: Path) -> None:
     dataset = vlmdata.open_dataset(directory)
     assert {"images", "videos"} < set(dataset.manifest.features)
     assert dataset.index.item_copies.tolist() == [1, 2]
-    assert dataset[0].items == dataset.index.shapes(0) == SHAPES
+    sample = dataset[0]
+    assert sample.items == dataset.index.shapes(0) == SHAPES
+    assert sample.image_grid_thw.tolist() == [[1, 4, 2]]
+    assert sample.video_grid_thw is not None
+    assert sample.video_grid_thw.tolist() == [[3, 2, 4]]
+    assert sample.grid_thw.tolist() == [[1, 4, 2], [3, 2, 4]]
     np.testing.assert_array_equal(dataset[0].patches, np.concatenate(pixels()))
 
 
 def test_the_index_is_rebuilt_from_the_shard(directory: Path) -> None:
     info = Manifest.read(directory).shards[0]
-    assert index_rows_of(directory, 0, info, IMAGE_TOKEN, FAMILY) == [DatasetIndex.read(directory / INDEX_NAME).row(0)]
+    tokens = {IMAGE: IMAGE_TOKEN, VIDEO: VIDEO_TOKEN}
+    assert index_rows_of(directory, 0, info, tokens, FAMILY) == [DatasetIndex.read(directory / INDEX_NAME).row(0)]
 
 
 def test_the_batch_holds_its_pixel_rows(directory: Path) -> None:
-    expected = np.concatenate(pixels())
     with vlmdata.StreamingLoader(directory, capacity=64, global_batch=1, num_workers=0) as loader:
         (batch,) = loader
-    assert batch.patches is not None
-    np.testing.assert_array_equal(batch.patches.numpy(), expected)
+    assert batch.host.video_block_starts.tolist() == [8, 11, 14]
+    for found, rows in zip((batch.patches, batch.video_patches), pixels(), strict=True):
+        assert found is not None
+        np.testing.assert_array_equal(found.numpy(), rows)
     with vlmdata.StreamingLoader(directory, capacity=64, global_batch=1, num_workers=0, pixels="float32") as loader:
         (batch,) = loader
-    each = [
-        FAMILY.pixel_values(torch.from_numpy(rows), copies=s.copies) for s, rows in zip(SHAPES, pixels(), strict=True)
-    ]
-    assert batch.patches is not None
-    assert torch.equal(batch.patches, torch.cat(each))
+    for found, shape, rows in zip((batch.patches, batch.video_patches), SHAPES, pixels(), strict=True):
+        assert found is not None
+        assert torch.equal(found, FAMILY.pixel_values(torch.from_numpy(rows), copies=shape.copies))
 
 
 def test_stored_copies_are_the_frames_of_expanded_patches() -> None:

@@ -137,6 +137,7 @@ def _add_sample(
         random.integers(0, 256, (grid.prod() * frames, family.patch_bytes), dtype=np.uint8)
         for grid, frames in zip(grids, copies, strict=True)
     ]
+    are_videos = np.array([kind == VIDEO for kind in kinds], bool)
     positions = np.zeros((3, padded), np.int32)
     shapes = [ItemShape(kind, tuple(grid.tolist()), n) for kind, grid, n in zip(kinds, grids, copies, strict=True)]
     positions[:, :length] = _positions(family, ids, shapes)
@@ -148,7 +149,8 @@ def _add_sample(
             "input_ids": [np.pad(ids, (0, padded - length), constant_values=PAD).astype(np.int32)],
             "loss_mask": [mask],
             "position_ids": [positions],
-            "image_grid_thw": [grids.astype(np.int32)],
+            "image_grid_thw": [grids[~are_videos].astype(np.int32)],
+            **({"video_grid_thw": [grids[are_videos].astype(np.int32)]} if VIDEO in kinds else {}),
             **weights,
             **({} if VIDEO in kinds else {"patches": patches or [np.zeros((0, family.patch_bytes), np.uint8)]}),
         },

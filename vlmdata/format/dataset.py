@@ -21,7 +21,7 @@ from vlmdata.errors import ChangedDataError, DatasetFormatError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
-from vlmdata.media.codecs import ItemShape, decode_item
+from vlmdata.media.codecs import IMAGE, VIDEO, ItemShape, decode_item
 from vlmdata.media.versions import require_pixels
 from vlmdata.wording import counted
 
@@ -150,6 +150,7 @@ class VlmDataset:
         index = self.index
         padded, items = int(index.padded_lengths[i]), index.shapes(i)
         patches_shape = (sum(item.rows for item in items), self.family.patch_bytes)
+        kinds = [item.kind for item in items]
 
         def view(name: str, shape: tuple[int, ...]) -> Any:
             dtype = MEMBER_BY_NAME[name].dtype
@@ -174,10 +175,11 @@ class VlmDataset:
             input_ids=view("input_ids", (padded,)),
             loss_mask=view("loss_mask", (padded,)),
             position_ids=view("position_ids", (len(self.family.position_axes), padded)),
-            image_grid_thw=view("image_grid_thw", (len(items), 3)),
+            image_grid_thw=view("image_grid_thw", (kinds.count(IMAGE), 3)),
             patches=patches,
             loss_weights=view("loss_weights", (padded,)),
             items=items,
+            video_grid_thw=view("video_grid_thw", (kinds.count(VIDEO), 3)),
         )
 
     def _require_unchanged_items(self, i: int, data: mmap.mmap) -> None:

@@ -86,10 +86,9 @@ class IndexRow:
         """The place and storage form of each item."""
         return self.placement.items
 
-    @property
-    def grids(self) -> tuple[Grid, ...]:
-        """Patches along t, h, w of each item."""
-        return tuple(item.shape.grid for item in self.items)
+    def grids(self, kind: str) -> tuple[Grid, ...]:
+        """Returns the patches along t, h, w of each item of a kind."""
+        return tuple(item.shape.grid for item in self.items if item.shape.kind == kind)
 
     @property
     def num_patches(self) -> int:

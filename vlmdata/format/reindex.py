@@ -7,7 +7,7 @@ import io
 import json
 import mmap
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,30 @@ import numpy.typing as npt
 import xxhash
 
 from vlmdata.families import Family
-from vlmdata.families.positions import locate_images
+from vlmdata.families.blocks import Blocks
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import ITEMS_MEMBER, MEMBER_BY_NAME, METADATA_MEMBER
 from vlmdata.format.shard import ABSENT, BLOCK, ArrayPlace, ItemName, ItemPlace, Placement
-from vlmdata.media.codecs import IMAGE, Grid, ItemShape
+from vlmdata.media.codecs import IMAGE, VIDEO, Grid, ItemShape
 
 _Found = dict[str, tuple[int, npt.NDArray[Any]]]
 """Array and offset of its data in bytes, by member name."""
+#: The member with the grids of a kind of items.
+_GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
 
 def index_rows_of(
-    directory: Path, number: int, info: ShardInfo, image_token: int, family: Family
+    directory: Path, number: int, info: ShardInfo, tokens: Mapping[str, int], family: Family
 ) -> list[IndexRow] | None:
     """Reads the index rows of a shard's samples from the shard.
+
+    Args:
+        directory: The dataset.
+        number: Number of the shard.
+        info: The shard in the manifest.
+        tokens: Id of the placeholder of each kind of items.
+        family: Family of the samples.
 
     Returns:
         The rows in sample order; None if the file does not match the manifest's size and sha256.
@@ -48,7 +57,7 @@ def index_rows_of(
         with tarfile.open(fileobj=file, mode="r:") as archive:
             by_key = groupby(archive.getmembers(), lambda member: member.name.partition(".")[0])
             placed: dict[ItemName, ItemPlace] = {}
-            return [_row(data, key, list(members), number, image_token, family, placed) for key, members in by_key]
+            return [_row(data, key, list(members), number, tokens, family, placed) for key, members in by_key]
 
 
 def _row(
@@ -56,7 +65,7 @@ def _row(
     key: str,
     members: list[tarfile.TarInfo],
     shard: int,
-    image_token: int,
+    tokens: Mapping[str, int],
     family: Family,
     placed: dict[ItemName, ItemPlace],
 ) -> IndexRow:
@@ -67,12 +76,11 @@ def _row(
     arrays: _Found = dict(_read(data, member) for member in members[1:] if member.name != f"{key}.{ITEMS_MEMBER}")
     start, last = text.offset, members[-1]
     stop = last.offset_data + last.size + -last.size % BLOCK
-    grids = arrays["image_grid_thw"][1]
-    shapes = [(t, h, w) for t, h, w in grids.tolist()]
+    grids = {kind: list(map(tuple, arrays[name][1].tolist())) for kind, name in _GRIDS.items() if name in arrays}
     if "patches" in arrays:
-        items = _raw_items(data, *arrays["patches"], shapes)
+        items = _raw_items(data, *arrays["patches"], grids[IMAGE])
     else:
-        items = _encoded_items(data, key, last.offset_data, shapes, metadata["items"], placed)
+        items = _encoded_items(data, key, last.offset_data, grids, metadata["items"], placed)
     placement = Placement(
         offset=start,
         size=stop - start,
@@ -86,7 +94,8 @@ def _row(
         items=items,
     )
     ids = arrays["input_ids"][1]
-    starts = locate_images(ids[: metadata["length"]], family.token_counts(grids), image_token)
+    blocks = Blocks.of(family, [(item.shape.kind, item.shape.grid) for item in items], tokens)
+    starts = blocks.locate(ids[: metadata["length"]])[blocks.firsts]
     return IndexRow(
         key=key,
         source_row=metadata["source_row"],
@@ -125,16 +134,16 @@ def _encoded_items(
     data: mmap.mmap,
     key: str,
     at: int,
-    grids: Sequence[Grid],
+    grids: Mapping[str, Sequence[Grid]],
     described: list[dict[str, Any]],
     placed: dict[ItemName, ItemPlace],
 ) -> tuple[ItemPlace, ...]:
     """The items in ``items.bin``, as the metadata describes them, and those that share the bytes of earlier ones."""
-    found = []
-    for number, (grid, item) in enumerate(zip(grids, described, strict=True)):
+    found, left = [], {kind: iter(each) for kind, each in grids.items()}
+    for number, item in enumerate(described):
         shared, size = item.get("same_as"), item["bytes"]
         offset = at if shared is None else placed[ItemName(shared["key"], shared["image"])].offset
-        shape = ItemShape(item["kind"], grid, item.get("copies", 1))
+        shape = ItemShape(item["kind"], next(left[item["kind"]]), item.get("copies", 1))
         checksum = _checksum(data[offset : offset + size])
         place = ItemPlace(shape, offset, size, checksum, int(item["pixel_checksum"], 16), item["codec"])
         placed[ItemName(key, number)] = place

@@ -80,7 +80,8 @@ ALL_MEMBERS: tuple[Member, ...] = (
     Member("loss_mask", np.dtype("|u1"), "(L,) 1 if the token is a training target"),
     Member("loss_weights", np.dtype("<f4"), "(L,) weight of each token in the loss; 0 off target", LOSS_WEIGHTS),
     Member("position_ids", np.dtype("<i4"), "(k, L) positions on the family's axes, such as t, h, w; 0 on padding"),
-    Member("image_grid_thw", np.dtype("<i4"), "(N, 3) patches per item along t, h, w"),
+    Member("image_grid_thw", np.dtype("<i4"), "(N, 3) patches per image along t, h, w"),
+    Member("video_grid_thw", np.dtype("<i4"), "(V, 3) patches per video along t, h, w", KIND_FEATURES[VIDEO]),
     Member("patches", np.dtype("|u1"), "(R, bytes per patch) pixels of all items in merge-block order"),
 )
 #: The members of every sample (``items.bin`` may replace ``patches``), and those of only some samples.
@@ -93,8 +94,8 @@ MEMBER_BY_NAME = {member.name: member for member in ALL_MEMBERS}
 class Sample:
     """One training sample. All arrays are read-only; from a dataset they are views of the mapped shard.
 
-    ``L`` is the padded length, ``N`` the number of items, ``R`` their pixel rows: the number of vision patches, times
-    the temporal copies that are stored (1 of images).
+    ``L`` is the padded length, ``N`` the number of images, ``V`` of videos, ``R`` the pixel rows of both: the number of
+    vision patches, times the temporal copies that are stored (1 of images).
 
     Attributes:
         key: Unique within the dataset; the common stem of the tar members.
@@ -104,10 +105,11 @@ class Sample:
         position_ids: int32 (k, L), k the family's axes of positions, from 0; 0 on padding.
         image_grid_thw: int32 (N, 3), in patches of the family.
         patches: uint8 (R, bytes per patch), columns (C, patch, patch), rows in merge-block order; the copies of a
-            patch are adjacent.
+            patch are adjacent. Images and videos are in the order of ``items``.
         loss_weights: float32 (L,), weight of each token in the loss: above 0 if ``loss_mask`` is 1, else 0.
             None if all targets weigh 1.
-        items: Kind, grid and copies of each item.
+        items: Kind, grid and copies of each image and video, in order.
+        video_grid_thw: int32 (V, 3), in patches of the family. None without videos.
     """
 
     key: str
@@ -119,6 +121,15 @@ class Sample:
     patches: npt.NDArray[np.uint8]
     loss_weights: npt.NDArray[np.float32] | None = None
     items: tuple[ItemShape, ...] = ()
+    video_grid_thw: npt.NDArray[np.int32] | None = None
+
+    @property
+    def grid_thw(self) -> npt.NDArray[np.int32]:
+        """Grids of all images and videos, in order: int32 (N + V, 3)."""
+        if self.video_grid_thw is None:
+            return self.image_grid_thw
+        of_kind = {IMAGE: iter(self.image_grid_thw), VIDEO: iter(self.video_grid_thw)}
+        return np.array([next(of_kind[item.kind]) for item in self.items], np.int32).reshape(-1, 3)
 
     @property
     def num_targets(self) -> int:
@@ -135,15 +146,15 @@ class Sample:
 
         Returns:
             Tensors by name: input_ids int64 (length,), loss_mask bool (length,), loss_weights float32 (length,) if the
-            sample has them, position_ids int64 (k, length), image_grid_thw int64 (N, 3), patches uint8 (R, bytes per
-            patch).
+            sample has them, position_ids int64 (k, length), image_grid_thw int64 (N, 3), video_grid_thw int64 (V, 3) if
+            the sample has videos, patches uint8 (R, bytes per patch).
         """
         import torch
 
         dtypes = {"loss_mask": np.bool_, "loss_weights": np.float32, "patches": np.uint8}
         tensors = {}
         for name, array in self.arrays().items():
-            own = array if name in ("image_grid_thw", "patches") else array[..., : self.length]
+            own = array if name in ("image_grid_thw", "video_grid_thw", "patches") else array[..., : self.length]
             tensors[name] = torch.from_numpy(own.astype(dtypes.get(name, np.int64)))
         return tensors
 

@@ -259,7 +259,7 @@ def _spans(
     placeholders = np.isin(ids, [item.token for item in info.items.values()])
     kind[placeholders] = _KINDS.index(SpanKind.IMAGE)
     image_of = np.full(sample.length, -1)
-    for number, (of_item, grid) in enumerate(zip(starts, sample.image_grid_thw.tolist(), strict=True)):
+    for number, (of_item, grid) in enumerate(zip(starts, sample.grid_thw.tolist(), strict=True)):
         for start in of_item:
             image_of[start : start + int(np.prod(grid)) // family.patches_per_token // len(of_item)] = number
     image_of[~placeholders] = -1
@@ -284,7 +284,7 @@ def _images(
     recorded = metadata.get("images")
     recorded = recorded if isinstance(recorded, list) else []
     found = []
-    for number, ((t, h, w), of_item) in enumerate(zip(sample.image_grid_thw.tolist(), starts, strict=True)):
+    for number, ((t, h, w), of_item) in enumerate(zip(sample.grid_thw.tolist(), starts, strict=True)):
         source = recorded[number] if number < len(recorded) and isinstance(recorded[number], dict) else {}
         width = source.get("width")
         found.append(
@@ -323,7 +323,7 @@ def rebuild_image(sample: Sample, number: int, family: Family, patch: int = 0) -
         raise NotFoundError(
             f"no image {number}: sample {sample.key} has {counted(len(sample.items), 'image')}, numbered from 0"
         )
-    shape, found = sample.items[number], sample.image_grid_thw.tolist()
+    shape, found = sample.items[number], sample.grid_thw.tolist()
     frames, height, width = shape.grid
     if not 0 <= patch < frames:
         raise NotFoundError(

@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
+from vlmdata.families.blocks import Blocks
 from vlmdata.families.chat import IMAGE
-from vlmdata.families.positions import locate_images
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import DOCUMENTS, Sample
 from vlmdata.format.tokenizer_info import TokenizerInfo
+from vlmdata.verify.marks import audit_marks
 from vlmdata.wording import counted
 
 Finding = tuple[str, str]
@@ -80,9 +81,21 @@ def turn_weights_of(metadata: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def audit_sample(
-    sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tuple[float, ...] = ()
+    sample: Sample,
+    row: IndexRow,
+    rules: SampleRules,
+    turn_weights: tuple[float, ...] = (),
+    steps: tuple[int, ...] | None = None,
 ) -> list[Finding]:
-    """Returns all faults of a sample."""
+    """Returns all faults of a sample.
+
+    Args:
+        sample: The sample.
+        row: Its index row.
+        rules: The rules of its dataset.
+        turn_weights: Weight of each assistant turn in its metadata; empty if it has none.
+        steps: For each item, the step of positions from one temporal patch of a block to the next; None is 1.
+    """
     tokenizer, padded = rules.tokenizer, len(sample.input_ids)
     if not 0 < sample.length <= padded:
         return [("length", f"{counted(sample.length, 'token')} stored as {padded}")]  # its parts cannot be told apart
@@ -92,18 +105,28 @@ def audit_sample(
     if bad_grid is not None:
         return [*findings, ("grid", bad_grid)]  # images of unknown size cannot be checked
     findings += _patches(sample)
-    counts = rules.family.token_counts(sample.image_grid_thw)
+    tokens = {kind: item.token for kind, item in tokenizer.items.items()}
     try:
-        starts = locate_images(sample.input_ids[: sample.length], counts, tokenizer.image)
+        blocks = Blocks.of(rules.family, _items(sample), tokens, steps)
+        starts = blocks.locate(sample.input_ids[: sample.length])
+    except KeyError as error:
+        return [
+            *findings,
+            ("image_block", f"an item is of kind {error}, of which the tokenizer has no tokens"),
+        ]
     except ValueError as error:
         return [*findings, ("image_block", str(error))]
-    if row.item_starts != tuple(starts.tolist()):
-        findings.append(("index", f"images start at {starts.tolist()}, but the index says {row.item_starts}"))
+    if row.item_starts != (found := tuple(starts[blocks.firsts].tolist())):
+        findings.append(("index", f"images start at {list(found)}, but the index says {row.item_starts}"))
     return [
         *findings,
-        *_image_blocks(sample, starts, counts, rules),
-        *_positions(sample, starts, rules.family),
+        *audit_marks(sample, blocks, starts, rules.family, tokenizer),
+        *_positions(sample, blocks, starts, rules.family),
     ]
+
+
+def _items(sample: Sample) -> list[tuple[str, tuple[int, int, int]]]:
+    return [(item.kind, item.grid) for item in sample.items]
 
 
 def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multiple: int) -> Iterator[Finding]:
@@ -123,11 +146,12 @@ def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multip
 
 
 def _bad_grid(sample: Sample, merge: int) -> str | None:
-    grids = sample.image_grid_thw
+    grids = sample.grid_thw
     bad = np.flatnonzero((grids < 1).any(axis=1) | (grids[:, 1:] % merge != 0).any(axis=1))
     if len(bad) == 0:
         return None
-    return f"image {bad[0]} has the grid {grids[bad[0]].tolist()}; sides must be positive multiples of {merge}"
+    kind = sample.items[bad[0]].kind if sample.items else IMAGE
+    return f"{kind} {bad[0]} has the grid {grids[bad[0]].tolist()}; sides must be positive multiples of {merge}"
 
 
 def _patches(sample: Sample) -> Iterator[Finding]:
@@ -273,31 +297,8 @@ def _runs_to_the_end(inside: npt.NDArray[np.bool_], turn: npt.NDArray[np.int32],
     return stop == after + int(after < len(turn) and turn[after] == newline)
 
 
-def _image_blocks(
-    sample: Sample, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], rules: SampleRules
-) -> Iterator[Finding]:
-    ids, image, texts = sample.input_ids[: sample.length], rules.tokenizer.items[IMAGE], rules.family.image
-    marks = (*zip(texts.before, image.before, strict=True), *zip(texts.after, image.after, strict=True))
-    # The views of an image share its marks: those before end at the first one's start, those after follow the last one.
-    stops = starts + counts
-    if rules.family.most_views > 1:
-        joined = np.flatnonzero(starts[1:] == stops[:-1])
-        starts, stops = np.delete(starts, joined + 1), np.delete(stops, joined)
-    before = np.arange(-len(image.before), 0) + starts[:, None]
-    after = np.arange(len(image.after)) + stops[:, None]
-    places, expected = np.concatenate([before, after], axis=1), (*image.before, *image.after)
-    closed = ((places >= 0) & (places < len(ids))).all(axis=1)
-    closed[closed] = (ids[places[closed]] == expected).all(axis=1)
-    if not closed.all():
-        names = " and ".join(name for name, _ in marks)
-        yield "image_block", f"image {np.flatnonzero(~closed)[0]} is not enclosed in {names}"
-    for name, token in marks:
-        if (found := int((ids == token).sum())) != len(starts):
-            yield "image_block", f"{found} {name} for {counted(len(starts), 'image')}"
-
-
-def _positions(sample: Sample, starts: npt.NDArray[np.int64], family: Family) -> Iterator[Finding]:
-    expected = family.position_ids(sample.length, starts, sample.image_grid_thw)
+def _positions(sample: Sample, blocks: Blocks, starts: npt.NDArray[np.int64], family: Family) -> Iterator[Finding]:
+    expected = family.position_ids(sample.length, starts, blocks.grids, blocks.steps)
     actual = sample.position_ids[:, : sample.length]
     wrong = np.flatnonzero((expected != actual).any(axis=0))
     if len(wrong):

@@ -32,9 +32,11 @@ from vlmdata.format.schema import (
     Sample,
     parse_key,
 )
+from vlmdata.media.codecs import IMAGE, VIDEO
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.items import Owners, audit_items, described_items, owners_of, raw_items_problem
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
+from vlmdata.verify.video import steps_of
 from vlmdata.wording import counted
 
 
@@ -160,9 +162,11 @@ def _audit_row(
         own, _ = _tar_members(io.BytesIO(data[place.offset : place.offset + place.size]))
         members = {name: (place.offset + start, size) for name, (start, size) in own.items()}
     turn_weights: tuple[float, ...] = ()
+    steps: tuple[int, ...] | None = None
     try:
         metadata = _checked_metadata(data, members, row, owners)
         turn_weights = turn_weights_of(metadata)
+        steps = steps_of(metadata, row, rules.family)
         if isinstance(count := metadata.get(DROPPED_REASONING), int) and count > 0:
             dropped[row.source_row] += count
     except ValueError as error:
@@ -191,7 +195,7 @@ def _audit_row(
     if problem:
         yield "index", problem
     shapes = tuple(item.shape for item in row.items)
-    yield from audit_sample(Sample(row.key, row.length, **arrays, items=shapes), row, rules, turn_weights)
+    yield from audit_sample(Sample(row.key, row.length, **arrays, items=shapes), row, rules, turn_weights, steps)
 
 
 def _indexed(row: IndexRow) -> list[tuple[Member, int]]:
@@ -255,7 +259,8 @@ def _checked_metadata(
         "num_targets": row.num_targets,
         "target_turns": row.target_turns,
         "truncated": row.truncated,
-        "image_grid_thw": [list(grid) for grid in row.grids],
+        "image_grid_thw": [list(grid) for grid in row.grids(IMAGE)],
+        "video_grid_thw": [list(grid) for grid in row.grids(VIDEO)] or None,
     }
     if row.placement.patches_offset < 0:
         indexed["items"] = described_items(row, owners)
@@ -273,7 +278,8 @@ def _shape_problem(arrays: dict[str, Any], row: IndexRow, family: Family) -> str
         "input_ids": (padded,),
         "loss_mask": (padded,),
         "position_ids": (len(family.position_axes), padded),
-        "image_grid_thw": (len(row.items), 3),
+        "image_grid_thw": (len(row.grids(IMAGE)), 3),
+        "video_grid_thw": (len(row.grids(VIDEO)), 3),
         "patches": (sum(item.shape.rows for item in row.items), family.patch_bytes),
         "loss_weights": (padded,),
     }
@@ -281,6 +287,7 @@ def _shape_problem(arrays: dict[str, Any], row: IndexRow, family: Family) -> str
         array = arrays[member.name]
         if array.dtype != member.dtype or array.shape != shapes[member.name]:
             return f"{member.suffix} is {array.dtype} {array.shape}, but should be {member.dtype} {shapes[member.name]}"
-    if arrays["image_grid_thw"].tolist() != [list(grid) for grid in row.grids]:
-        return "image_grid_thw.npy differs from the index"
+    for kind in (IMAGE, VIDEO):
+        if (name := f"{kind}_grid_thw") in arrays and arrays[name].tolist() != [list(grid) for grid in row.grids(kind)]:
+            return f"{name}.npy differs from the index"
     return ""

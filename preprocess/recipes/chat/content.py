@@ -1,4 +1,4 @@
-"""The content of a turn as parts: text, and images at content items and marks."""
+"""The content of a turn as parts: text, and images and videos at content items and marks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from preprocess.conversation import ContentPart, Role, TextPart
-from preprocess.recipes.chat.images import ITEM_KEYS, RowImages
+from preprocess.conversation import ContentPart, MediaPart, Role, TextPart
+from preprocess.recipes.chat import images as image_column
+from preprocess.recipes.chat import videos as video_column
+from preprocess.recipes.chat.images import RowImages
 from preprocess.recipes.chat.turns import RowTurn
+from preprocess.recipes.chat.videos import RowVideos
 from preprocess.recipes.keys import KeyLog, filled
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 
-IMAGE_MARK = "<image>"
+IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 #: Marks stand for media in text; with a backslash before them, they are literal.
-_MARKS = (IMAGE_MARK, "<video>", "<audio>")
+_MARKS = (IMAGE_MARK, VIDEO_MARK, "<audio>")
 #: Marks of other notations: Qwen-VL's and ms-swift's, which contain the file, and MMMU's numbered ones.
 _FOREIGN = (r"<img>[^<>\n]{1,1000}</img>", r"<image[ _]?[0-9]{1,3}>")
 _MARK = re.compile(rf"(\\?)({'|'.join((*_MARKS, *_FOREIGN))})")
-_IMAGE_TYPES = ("image", "image_url")
-_MEDIA_KEYS = ("video", "video_url", "audio", "audio_url", "input_audio")
+_IMAGE_TYPES, _VIDEO_TYPES = ("image", "image_url"), ("video", "video_url")
+_AUDIO_KEYS = ("audio", "audio_url", "input_audio")
 _TEXT_KEYS = frozenset({"type", "text"})
 _ITEM_HARMLESS = frozenset({"cache_control", "id"})
 _KEEP = "To keep the mark as text, write \\{mark} or give --recipe-option stray_marks=plain"
@@ -50,22 +53,36 @@ class ContentOptions:
 class ContentReader:
     """Reads the contents of one row's turns.
 
-    A mark ``<image>`` in a user or tool turn takes the next image of the row, unless content items place the images.
-    Any other mark is stray: text that may have lost its media.
+    A mark ``<image>`` in a user or tool turn takes the next image of the row, unless content items place the images,
+    and ``<video>`` likewise the next video. Any other mark is stray: text that may have lost its media.
 
     Args:
         turns: All turns of the row.
         images: The row's images.
-        stray_marks: Handling of stray marks. If they are kept, all marks of rows without images are kept too.
+        stray_marks: Handling of stray marks. If they are kept, all marks of rows without images, or without videos,
+            are kept too.
         keys: Records unused keys.
+        videos: The row's videos; None if the recipe reads none.
     """
 
-    def __init__(self, turns: Iterable[RowTurn], images: RowImages, stray_marks: StrayMarks, keys: KeyLog):
-        self._images = images
+    def __init__(
+        self,
+        turns: Iterable[RowTurn],
+        images: RowImages,
+        stray_marks: StrayMarks,
+        keys: KeyLog,
+        videos: RowVideos | None = None,
+    ):
+        self._images, self._videos = images, videos
         self._keys = keys
-        self._placed_by_items = any(_is_image(item) for turn in turns for item in _items(turn.content))
         self._keep_stray = stray_marks is StrayMarks.PLAIN
-        self._marks_take = not self._placed_by_items and (images.count > 0 or not self._keep_stray)
+        kinds = {_kind_of(item) for turn in turns for item in _items(turn.content)}
+        #: What takes the files of marks.
+        self._taken_by: dict[str, RowImages | RowVideos] = {}
+        for mark, types, files in ((IMAGE_MARK, _IMAGE_TYPES, images), (VIDEO_MARK, _VIDEO_TYPES, videos)):
+            if files is not None and kinds.isdisjoint(types) and (files.count > 0 or not self._keep_stray):
+                self._taken_by[mark] = files
+        self._reads = "text and images" if videos is None else "text, images and videos"
 
     def parts(self, turn: RowTurn) -> Iterator[ContentPart]:
         """Yields the parts of a turn's content, in order.
@@ -97,16 +114,21 @@ class ContentReader:
         if kind == "text":
             if not isinstance(item.get("text"), str):
                 raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where}.text is not text: {excerpt(item.get('text'))}")
-            self._refuse(item, (*_IMAGE_TYPES, *_MEDIA_KEYS), where)
+            self._refuse(item, (*_IMAGE_TYPES, *_VIDEO_TYPES, *_AUDIO_KEYS), where)
             self._keys.note(item, _TEXT_KEYS, _ITEM_HARMLESS, "messages[].content[].")
             yield from self._text(item["text"], role, where)
         elif kind in _IMAGE_TYPES:
-            self._refuse(item, ("text", *_MEDIA_KEYS), where)
-            self._keys.note(item, ITEM_KEYS, _ITEM_HARMLESS, "messages[].content[].")
+            self._refuse(item, ("text", *_VIDEO_TYPES, *_AUDIO_KEYS), where)
+            self._keys.note(item, image_column.ITEM_KEYS, _ITEM_HARMLESS, "messages[].content[].")
             yield self._images.from_item(item, where)
+        elif kind in _VIDEO_TYPES and self._videos is not None:
+            self._refuse(item, ("text", *_IMAGE_TYPES, *_AUDIO_KEYS), where)
+            harmless = _ITEM_HARMLESS | video_column.HARMLESS
+            self._keys.note(item, video_column.ITEM_KEYS, harmless, "messages[].content[].")
+            yield self._videos.from_item(item, where)
         else:
             raise RowRejected(
-                Reason.UNSUPPORTED_CONTENT, f"{where}: content of type {kind!r}; text and image are supported"
+                Reason.UNSUPPORTED_CONTENT, f"{where}: content of type {kind!r}; the recipe reads {self._reads}"
             )
 
     def _refuse(self, item: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
@@ -118,7 +140,7 @@ class ContentReader:
             )
 
     def _text(self, text: str, role: Role, where: str) -> Iterator[ContentPart]:
-        """Yields the text between images. Removes the backslash of literal marks."""
+        """Yields text and media. Removes the backslash of literal marks."""
         if "<" not in text:
             yield TextPart(text)
             return
@@ -126,11 +148,13 @@ class ContentReader:
         for found in _MARK.finditer(text):
             escaped, mark = found.groups()
             kept, end = kept + text[end : found.start()], found.end()
-            if not escaped and mark == IMAGE_MARK and self._marks_take and role in ("user", "tool"):
+            files = self._taken_by.get(mark) if not escaped and role in ("user", "tool") else None
+            if files is not None:
                 if kept:
                     yield TextPart(kept)
                 kept = ""
-                yield self._images.take(f"{where}: {mark}", remedy=_KEEP.format(mark=mark))
+                part: MediaPart = files.take(f"{where}: {mark}", remedy=_KEEP.format(mark=mark))
+                yield part
             elif escaped or self._keep_stray:
                 kept += mark
             else:
@@ -144,26 +168,26 @@ class ContentReader:
             what = f"{where} holds {excerpt(mark)}, a mark for an image that the recipe does not read"
             remedy = f"Write {IMAGE_MARK} instead, and the file in a column images"
             return RowRejected(Reason.UNSUPPORTED_CONTENT, f"{what}. {remedy}. {keep}")
-        if mark != IMAGE_MARK:
-            what = f"{where} holds the mark {mark}, and the recipe reads text and images only"
+        kind = {IMAGE_MARK: image_column.IMAGE_COLUMN, VIDEO_MARK: video_column.VIDEO_COLUMN}.get(mark)
+        if kind is None or (mark == VIDEO_MARK and self._videos is None):
+            what = f"{where} holds the mark {mark}, and the recipe reads {self._reads} only"
             return RowRejected(Reason.UNSUPPORTED_CONTENT, f"{what}. {keep}")
         if role not in ("user", "tool"):
-            what = (
-                f"{where} holds the mark {mark} in {with_article(role)} turn; only user and tool turns can hold images"
-            )
+            turn = f"{with_article(role)} turn; only user and tool turns can hold {kind.noun}s"
+            what = f"{where} holds the mark {mark} in {turn}"
         else:
-            what = f"{where} holds the mark {mark}, but content items of the row place its images"
-        return RowRejected(Reason.IMAGE_COUNT_MISMATCH, f"{what}. {keep}")
+            what = f"{where} holds the mark {mark}, but content items of the row place its {kind.noun}s"
+        return RowRejected(kind.mismatch, f"{what}. {keep}")
 
 
 def _items(content: Any) -> Iterator[Mapping[str, Any]]:
     return (item for item in content if isinstance(item, Mapping)) if isinstance(content, list) else iter(())
 
 
-def _is_image(item: Mapping[str, Any]) -> bool:
-    return _kind({key: value for key, value in item.items() if value is not None}) in _IMAGE_TYPES
+def _kind_of(item: Mapping[str, Any]) -> str:
+    return str(_kind({key: value for key, value in item.items() if value is not None}))
 
 
 def _kind(item: Mapping[str, Any]) -> Any:
     """Returns the type of a content item, or the first key that implies it."""
-    return item.get("type") or next((key for key in ("text", *_IMAGE_TYPES, "video") if key in item), None)
+    return item.get("type") or next((key for key in ("text", *_IMAGE_TYPES, *_VIDEO_TYPES) if key in item), None)

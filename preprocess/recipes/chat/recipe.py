@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import ClassVar
 
-from preprocess.conversation import Conversation, ImagePart, Message
+from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.chat.content import ContentOptions, ContentReader
 from preprocess.recipes.chat.forms import fits, read_form
 from preprocess.recipes.chat.images import RowImages
 from preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
 from preprocess.recipes.chat.tools import read_calls, read_tools
 from preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, RowTurn
+from preprocess.recipes.chat.videos import RowVideos
 from preprocess.recipes.chat.weights import row_weight, turn_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
 from preprocess.recipes.media import MediaLoader
@@ -38,16 +39,17 @@ class Chat:
         return fits(columns)
 
     def __call__(self, row: Row) -> Conversation:
-        """Returns the row's turns, with each image in its place."""
+        """Returns the row's turns, with each image and video in its place."""
         values = {name: value for name, value in row.values.items() if value is not None}
-        refuse_row(values)
+        refuse_row(values, reads_videos=True)
         form = read_form(values)
         keys = KeyLog()
         keys.note(values, USED_COLUMNS | form.columns, HARMLESS_COLUMNS)
-        images = RowImages(values, self._media, keys)
-        reader = ContentReader(form.turns, images, self._options.stray_marks, keys)
+        images, videos = RowImages(values, self._media, keys), RowVideos(values, self._media, keys)
+        reader = ContentReader(form.turns, images, self._options.stray_marks, keys, videos)
         messages = tuple(_message(turn, reader, keys) for turn in form.turns)
         images.require_all_used()
+        videos.require_all_used()
         refuse_box_marks(values, messages)
         tools = read_tools(values, keys)
         return Conversation(messages, tools, row_weight(values), keys.harmless, keys.unknown)
@@ -56,11 +58,11 @@ class Chat:
 def _message(turn: RowTurn, reader: ContentReader, keys: KeyLog) -> Message:
     keys.note(turn.entry, USED_KEYS, HARMLESS_KEYS, "messages[].")
     parts = tuple(reader.parts(turn))
-    if turn.role in ("system", "assistant") and any(isinstance(part, ImagePart) for part in parts):
-        raise RowRejected(
-            Reason.UNSUPPORTED_CONTENT,
-            f"{turn.where}: an image in {with_article(turn.role)} turn; only user and tool turns can hold images",
-        )
+    media = [part for part in parts if not isinstance(part, TextPart)]
+    if turn.role in ("system", "assistant") and media:
+        kind = "image" if isinstance(media[0], ImagePart) else "video"
+        where = f"{turn.where}: {with_article(kind)} in {with_article(turn.role)} turn"
+        raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{where}; only user and tool turns can hold {kind}s")
     weight = turn_weight(turn.entry, turn.role, turn.where)
     if turn.role == "assistant" and not turn.learned:
         weight = 0.0

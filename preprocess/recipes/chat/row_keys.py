@@ -14,10 +14,10 @@ from vlmdata.reasons import Reason
 
 #: Columns that are read with every form of turns.
 USED_COLUMNS = frozenset(
-    {"system", "system_prompt", "images", "image", "tools", "functions", *BOUND_KEYS, *ROW_WEIGHTS}
+    {"system", "system_prompt", "images", "image", "videos", "video", "tools", "functions", *BOUND_KEYS, *ROW_WEIGHTS}
 )
 
-_MEDIA = frozenset({"videos", "video", "audios", "audio"})
+_VIDEOS, _AUDIOS = frozenset({"videos", "video"}), frozenset({"audios", "audio"})
 _PREFERENCE = frozenset(
     {
         "rejected_response",
@@ -33,27 +33,32 @@ _LABELS = frozenset({"label", "kto_tag"})
 _FLAGS = frozenset({"loss", "train", "training"})
 _BOX_COLUMNS = frozenset({"objects", "bbox"})
 _BOX_MARKS = ("<bbox>", "<ref-object>")
-_REFUSED = _MEDIA | _PREFERENCE | _LABELS | {"chat_template_kwargs"}
+_REFUSED = _AUDIOS | _PREFERENCE | _LABELS | {"chat_template_kwargs"}
 
 
-def refuse_row(values: Mapping[str, Any]) -> None:
-    """Rejects rows with columns that this recipe does not support.
+def refuse_row(values: Mapping[str, Any], *, reads_videos: bool = False) -> None:
+    """Rejects rows with columns that a recipe does not support.
+
+    Args:
+        values: The row.
+        reads_videos: Whether the recipe reads videos.
 
     Raises:
-        RowRejected: UNSUPPORTED_CONTENT for video, audio and arguments of the chat template; PREFERENCE_DATA for
-            pairs of a better and a worse answer, and for answers labelled good or bad; NO_TARGETS for rows marked
-            as not learned.
+        RowRejected: UNSUPPORTED_CONTENT for videos that are not read, audio and arguments of the chat template;
+            PREFERENCE_DATA for pairs of a better and a worse answer, and for answers labelled good or bad; NO_TARGETS
+            for rows marked as not learned.
     """
     for key in sorted(values.keys() & _FLAGS):
         if str(values[key]).lower() == "false":  # numbers may be measurements, such as a loss
             raise RowRejected(Reason.NO_TARGETS, f"nothing to learn: {key} of the row is {values[key]}")
-    for key in sorted(values.keys() & _REFUSED):
+    for key in sorted(values.keys() & (_REFUSED if reads_videos else _REFUSED | _VIDEOS)):
         value = values[key]
         if is_empty(value):
             continue
-        if key in _MEDIA:
+        if key in _AUDIOS | _VIDEOS:
+            reads = "text, images and videos" if reads_videos else "text and images"
             raise RowRejected(
-                Reason.UNSUPPORTED_CONTENT, f"{key} holds {excerpt(value)}; the recipe reads text and images only"
+                Reason.UNSUPPORTED_CONTENT, f"{key} holds {excerpt(value)}; the recipe reads {reads} only"
             )
         if key in _PREFERENCE:
             raise RowRejected(

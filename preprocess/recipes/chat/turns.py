@@ -60,7 +60,8 @@ HARMLESS_KEYS = frozenset(
 )
 _REFUSED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(("images", "image"), "images of a turn belong in its content or in the row's column images"),
-    **dict.fromkeys(("videos", "video", "audios", "audio"), "the recipe reads text and images only"),
+    **dict.fromkeys(("videos", "video"), "videos of a turn belong in its content or in the row's column videos"),
+    **dict.fromkeys(("audios", "audio"), "no recipe reads audio"),
     **dict.fromkeys(("train_detail", "training_detail"), "a turn is learned as a whole or not at all"),
     "refusal": "write the refusal as the turn's content",
 }

@@ -58,7 +58,7 @@ def test_an_incomplete_file_is_refused_or_used_up_to_its_end(kind: str, part: fl
     data = whole[: int(len(whole) * part)]
     error = refusal(data)
     assert error.reason is Reason.DAMAGED_VIDEO
-    assert "damaged_videos=keep" in error.message
+    assert "--damaged-videos keep" in error.message
     kept = read_contents(data, KEEP)
     assert 90 * part * 0.3 < len(kept) <= 90
     assert kept.damage

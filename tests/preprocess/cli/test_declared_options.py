@@ -40,6 +40,7 @@ BY_TYPE = {
     int: st.integers(1, 10**9),
     int | None: st.integers(1, 10**9),
     bool: st.booleans(),
+    float | None: st.floats(0.01, 1e6),
 }
 #: Options that refuse some others.
 ALONE = ("part", "trace", "as_json", "overwrite")
@@ -93,4 +94,4 @@ def test_without_options_the_configuration_is_the_default() -> None:
 def test_the_table_of_the_docs_has_every_option_of_the_configuration() -> None:
     flags = [each.flags[0] for each in declared_fields(PreprocessConfig)]
     assert [line.split("`")[1] for line in option_table(PreprocessConfig).splitlines()[2:]] == flags
-    assert len(flags) == 20
+    assert len(flags) == 27

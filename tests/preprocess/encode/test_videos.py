@@ -246,11 +246,6 @@ def test_each_turn_shares_the_video() -> None:
     assert two.length > one.length
 
 
-def test_shards_refuse_videos() -> None:
-    with pytest.raises(RowRejected, match="unsupported_content: a video in the conversation; shards hold images only"):
-        encoder("qwen3_5").encode_all(talk(CLIPS[0]))
-
-
 def test_text_that_spells_a_placeholder_is_no_video() -> None:
     with pytest.raises(RowRejected, match=r"spells the special token <\|video_pad\|>"):
         encoder("qwen3_5").encode(talk(CLIPS[0], TextPart("<|video_pad|>")))

@@ -23,8 +23,7 @@ EMPTY = [None, "", [], {}, [None], {"ref": [], "bbox": None}]
 @pytest.mark.parametrize(
     ("columns", "reason", "message"),
     [
-        ({"videos": ["a.mp4"]}, CONTENT, r"videos holds \['a.mp4'\]; the recipe reads text and images only"),
-        ({"video": "a.mp4"}, CONTENT, "video holds a.mp4"),
+        ({"audios": ["a.mp3"]}, CONTENT, r"audios holds \['a.mp3'\]; the recipe reads text, images and videos only"),
         ({"audios": ["a.wav"]}, CONTENT, "audios holds"),
         ({"audio": {"array": [0.0], "sampling_rate": 16000}}, CONTENT, "audio holds"),
         ({"rejected_response": "no"}, PREFERENCE, "rejected_response holds no: preference data.*drop this column"),

@@ -39,10 +39,10 @@ def test_a_mark_without_an_image_rejects_the_row_in_every_form(columns: dict[str
         check_rejected({**row, **columns}, COUNT, pattern)
 
 
-@pytest.mark.parametrize("mark", ["<video>", "<audio>"])
-def test_marks_of_other_media_reject_the_row(mark: str) -> None:
-    for row in forms(f"{mark}\nWhat?"):
-        check_rejected(row, CONTENT, rf"holds the mark {mark}, and the recipe reads text and images only. To keep")
+def test_marks_of_other_media_reject_the_row() -> None:
+    for row in forms("<audio>\nWhat?"):
+        wanted = "holds the mark <audio>, and the recipe reads text, images and videos only. To keep"
+        check_rejected(row, CONTENT, wanted)
 
 
 @pytest.mark.parametrize("mark", ["<img>scans/0.png</img>", "<image 1>", "<image_12>", "<image1>"])

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.recipes import media, web_images
-from preprocess.recipes.media import MediaLoader
+from preprocess.recipes import web_images
+from preprocess.recipes.file_kinds import IMAGES, VIDEOS, FileKind
+from preprocess.recipes.media import MediaLoader, file_names
 from preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
@@ -42,9 +44,9 @@ def loader(*private_hosts: str) -> MediaLoader:
     return MediaLoader(None, True, private_hosts or ("127.0.0.1",))
 
 
-def rejection(loader: MediaLoader, value: Any) -> RowRejected:
+def rejection(loader: MediaLoader, value: Any, kind: FileKind = IMAGES) -> RowRejected:
     with pytest.raises(RowRejected) as rejected:
-        loader.load(value, "images[3]")
+        loader.load(value, "images[3]", kind)
     assert rejected.value.message.startswith("images[3]: ")
     return rejected.value
 
@@ -110,11 +112,11 @@ class TestPaths:
         os.mkfifo(root / "pipe")
         assert rejection(MediaLoader(str(root), False), path).reason is Reason.MISSING_IMAGE
 
-    def test_a_file_over_the_limit_is_not_read(self, root, monkeypatch):
-        monkeypatch.setattr(media, "MAX_FILE_BYTES", 3)
+    @pytest.mark.parametrize("kind", [IMAGES, VIDEOS])
+    def test_a_file_over_the_limit_is_not_read(self, root, kind):
         (root / "big.png").write_bytes(b"1234")
-        found = rejection(MediaLoader(str(root), False), "big.png")
-        assert (found.reason, found.message) == (Reason.IMAGE_TOO_LARGE, "images[3]: big.png has 4 bytes, over 3")
+        found = rejection(MediaLoader(str(root), False), "big.png", replace(kind, most_bytes=3))
+        assert (found.reason, found.message) == (kind.too_large, "images[3]: big.png has 4 bytes, over 3")
 
     def test_without_a_root_every_path_is_refused_with_the_remedy(self, root):
         found = rejection(MediaLoader(None, False), str(root / "a.png"))
@@ -228,6 +230,35 @@ def site(monkeypatch) -> Iterator[Site]:
     server.server_close()
 
 
+class TestFilesAhead:
+    """Which files are fetched before they are asked for."""
+
+    def test_videos_are_few(self):
+        row = {"images": [f"{n}.png" for n in range(99)], "videos": [f"{n}.mp4" for n in range(9)]}
+        kinds = Counter(kind.name for kind, _ in file_names(row))
+        assert kinds == {"image": 64, "video": 2}
+
+    def test_what_a_name_stands_for(self):
+        item = {"type": "video", "video": "http://example.org/a.gif?x=1"}
+        row = {"messages": [{"content": [item, {"video": ["f0.jpg", "f1.jpg"]}]}], "images": ["b.gif"], "id": "c.mkv"}
+        found = [(kind.name, name) for kind, name in file_names(row)]
+        assert found == [
+            ("video", "http://example.org/a.gif?x=1"),
+            ("image", "f0.jpg"),
+            ("image", "f1.jpg"),
+            ("image", "b.gif"),
+            ("video", "c.mkv"),
+        ]
+
+    def test_those_that_wait_are_counted_per_kind(self, site, root):
+        media = loader()
+        first = media.begin({"videos": [site.url("/a.mp4"), site.url("/b.mp4")]})
+        assert len(first) == 2
+        assert media.begin({"videos": [site.url("/c.mp4")]}) == []
+        media.forget(first)
+        assert len(media.begin({"videos": [site.url("/c.mp4")]})) == 1
+
+
 class TestUrls:
     def test_are_not_fetched_unless_allowed(self, site, root):
         found = rejection(MediaLoader(str(root), False), site.url("/a.png"))
@@ -261,9 +292,8 @@ class TestUrls:
     def test_half_an_image_is_no_image(self, site):
         assert rejection(loader(), site.url("/cut.png")).reason is Reason.IMAGE_FETCH
 
-    def test_a_download_stops_at_the_limit(self, site, monkeypatch):
-        monkeypatch.setattr(web_images, "MAX_FILE_BYTES", 1 << 20)
-        found = rejection(loader(), site.url("/endless.png"))
+    def test_a_download_stops_at_the_limit(self, site):
+        found = rejection(loader(), site.url("/endless.png"), replace(IMAGES, most_bytes=1 << 20))
         assert found.reason is Reason.IMAGE_TOO_LARGE
         assert found.message.endswith("gives more than 1048576 bytes")
 

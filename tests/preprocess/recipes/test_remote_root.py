@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
-from preprocess.recipes import remote_root
+from preprocess.recipes.file_kinds import IMAGES, VIDEOS
 from preprocess.recipes.media import MediaLoader, require_image_root
 from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
 from preprocess.reject import RowRejected
@@ -201,12 +202,12 @@ def test_the_url_itself_is_a_path():
     assert RemoteRoot("s3://bucket/images").name_of("s3://bucket/images/a/./b.png") == "a/b.png"
 
 
-def test_an_image_over_the_limit_is_not_kept(object_store, monkeypatch):
-    monkeypatch.setattr(remote_root, "MAX_FILE_BYTES", 3)
+@pytest.mark.parametrize("kind", [IMAGES, VIDEOS])
+def test_a_file_over_the_limit_is_not_kept(object_store, kind):
     object_store.file_system().pipe_file(f"{object_store.bucket}/big.png", b"12345")
     with pytest.raises(RowRejected, match=r"big.png has more than 3 bytes") as rejected:
-        MediaLoader(object_store.url, False).load("big.png", "image")
-    assert rejected.value.reason is Reason.IMAGE_TOO_LARGE
+        MediaLoader(object_store.url, False).load("big.png", "image", replace(kind, most_bytes=3))
+    assert rejected.value.reason is kind.too_large
 
 
 def test_a_root_without_anything_below_it_is_refused(object_store):

@@ -140,7 +140,7 @@ def damaged(contents: VideoContents, left: int, damage: str, what: str) -> Media
     return MediaError(
         Reason.DAMAGED_VIDEO,
         f"{what}: {damage}. Get the file again, or use what is before the damage, {counted(left, 'frame')} up to "
-        f"{seconds:.2f} s, with damaged_videos=keep.",
+        f"{seconds:.2f} s, with --damaged-videos keep.",
     )
 
 
