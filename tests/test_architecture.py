@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -72,6 +74,38 @@ print(*{name.partition('.')[0] for name in set(sys.modules) - theirs} - sys.stdl
     loaded = set(run_python(code).split())
     assert "vlmdata" in loaded
     assert loaded <= {"vlmdata", "numpy", "pyarrow", "filelock", "xxhash"}
+
+
+def files_of_ours() -> dict[str, ast.Module]:
+    """The parsed files of the three packages, by module name."""
+    found = {}
+    for package in ("vlmdata", "preprocess", "model"):
+        for file in (ROOT / package).rglob("*.py"):
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found[name] = ast.parse(file.read_text(encoding="utf-8"))
+    return found
+
+
+def imported_at_run_time(node: ast.AST) -> Iterator[str]:
+    """What a file imports, also inside functions, except for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        if isinstance(child, ast.Import):
+            yield from (each.name for each in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from (f"{child.module}.{each.name}" for each in child.names)
+        yield from imported_at_run_time(child)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = files_of_ours()
+    graph = {}
+    for name, tree in files.items():
+        modules = {each if each in files else each.rpartition(".")[0] for each in imported_at_run_time(tree)}
+        graph[name] = (modules & files.keys()) - {name}
+    assert sum(map(len, graph.values())) > 1000
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_commands_are_found_by_entry_point() -> None:

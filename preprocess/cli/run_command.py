@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from preprocess.chat.tokenizer import family_of, load_tokenizer
+from preprocess.cli.command import PreprocessCommand
 from preprocess.cli.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
 from preprocess.cli.locations import output_store, source_place
-from preprocess.cli.preprocess import PreprocessCommand
 from preprocess.cli.progress import ProgressDisplay
 from preprocess.cli.report import PartReport, Report, report_of, show
 from preprocess.cli.trace_text import print_trace

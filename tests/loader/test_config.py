@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import vlmdata.inspect.trace
+import vlmdata.inspect.run
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
@@ -94,9 +94,9 @@ def test_commands_make_the_loaders_plan(
         found = json.loads(said)["config"] if not code else error
     else:
         kept: list[StreamingLoader] = []
-        describe = vlmdata.inspect.trace.describe_step
+        describe = vlmdata.inspect.run.describe_step
         monkeypatch.setattr(
-            vlmdata.inspect.trace, "describe_step", lambda loader, *of: kept.append(loader) or describe(loader, *of)
+            vlmdata.inspect.run, "describe_step", lambda loader, *of: kept.append(loader) or describe(loader, *of)
         )
         code, _, error = run("inspect", chat, "--step", "0:0", *size, *flags, "--json")
         found = kept[0].plan_config.to_dict() if not code else error
@@ -236,7 +236,7 @@ def test_an_internal_error_is_no_wrong_option(
     def broken(*_: object) -> None:
         raise KeyError("lengths")
 
-    monkeypatch.setattr(vlmdata.inspect.trace, "describe_step", broken)
+    monkeypatch.setattr(vlmdata.inspect.run, "describe_step", broken)
     with pytest.raises(KeyError, match="lengths"):
         run("inspect", chat, "--step", "0:0")
     monkeypatch.setattr("vlmdata.packing.plan.epoch.plan_epoch", broken)

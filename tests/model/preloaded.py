@@ -25,5 +25,6 @@ for module in (
 ):
     importlib.import_module(module)
 importlib.import_module("torch").set_num_threads(1)
+importlib.import_module("tests.model.one_device").share_device()
 gc.collect()
 gc.freeze()  # the collector need not look through all of torch in every one of them

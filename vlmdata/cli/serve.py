@@ -25,7 +25,6 @@ _network = partial(typer.Option, rich_help_panel="Network")
 _limit = partial(typer.Option, rich_help_panel="Limits")
 _security = partial(typer.Option, rich_help_panel="Security")
 _client = partial(typer.Option, rich_help_panel="Look at a running server")
-_LEAST_WIDTH = 110
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 

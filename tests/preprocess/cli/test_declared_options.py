@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from preprocess.cli import run_command
-from preprocess.cli.preprocess import PreprocessCommand, preprocess
+from preprocess.cli.command import PreprocessCommand
+from preprocess.cli.preprocess import preprocess
 from preprocess.config import PreprocessConfig
 from preprocess.options import declared_fields, filled, option_table
 from vlmdata.families import REGISTRY as FAMILIES

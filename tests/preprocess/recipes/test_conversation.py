@@ -26,7 +26,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: ImagePart(b"", max_pixels=True), "ImagePart.max_pixels is True; it must be a positive int"),
     (lambda: ImagePart(b"", resized_width=32), "resized_height and resized_width must be given together"),
     (lambda: Message("bot", (TEXT,)), "Message.role is 'bot'; known roles: assistant, system, tool, user"),  # type: ignore[arg-type]
-    (lambda: Message("user", "hi"), "Message.parts is of type str; it must be a tuple of TextPart and ImagePart"),  # type: ignore[arg-type]
+    (lambda: Message("user", "hi"), "Message.parts is of type str; it must be a tuple of TextPart, ImagePart"),  # type: ignore[arg-type]
     (lambda: Message("user", [TEXT]), r"Message.parts is of type list; .*; write tuple\(…\) around the list"),  # type: ignore[arg-type]
     (lambda: Message("user", TEXT), r"Message.parts is of type TextPart; .*; write \(value,\) with a comma"),  # type: ignore[arg-type]
     (lambda: Message("user", (TEXT, "b")), r"Message.parts\[1\] is of type str"),  # type: ignore[arg-type]

@@ -74,11 +74,6 @@ class CheckData:
     alone: tuple[SampleBatch, ...]
     packs: tuple[SampleBatch, ...]
 
-    @property
-    def has_images(self) -> bool:
-        """Whether a sample has images."""
-        return any(each.totals["image"] for each in self.alone)
-
 
 def chosen_samples(dataset: VlmDataset, tokens: int) -> list[int]:
     """Chooses up to four short samples: with an image, with several, and without.
