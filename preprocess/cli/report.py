@@ -29,11 +29,11 @@ from vlmdata.format.manifest import (
     item_sizes,
     summed,
 )
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
+from vlmdata.format.schema import INDEX_NAME, KIND_FEATURES, LEDGER_NAME
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.terminal.draw import histogram_table
 from vlmdata.inspect.text import one_line
-from vlmdata.media.codecs import RAW
+from vlmdata.media.codecs import RAW, VIDEO
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 from vlmdata.wording import counted, duration
@@ -84,8 +84,11 @@ class Report:
         totals = self.manifest.totals
         if totals.samples == 0:
             remedy = "Correct the data, or try another --recipe or other options"
-            if set(self.manifest.rejects) == {Reason.MISSING_IMAGE}:
-                remedy = "No image was found: set --image-root to the folder to which the rows' file names are relative"
+            if set(self.manifest.rejects) <= {Reason.MISSING_IMAGE, Reason.MISSING_VIDEO}:
+                kind = "image" if Reason.MISSING_IMAGE in self.manifest.rejects else "video"
+                remedy = (
+                    f"No {kind} was found: set --image-root to the folder to which the rows' file names are relative"
+                )
             return (
                 f"{counted(totals.rows, 'row')} gave no samples, so there is nothing to train on. {remedy}; "
                 f"--overwrite is not needed. {self._ledger} has each row's reason."
@@ -204,8 +207,14 @@ class Report:
         table.add_row("samples", f"{totals.samples:,}", f"{totals.truncated:,} {cut}" if totals.truncated else "")
         table.add_row("tokens", f"{totals.tokens:,}", f"+ {totals.padding:,} padding")
         table.add_row("target tokens", f"{totals.targets:,}", f"{share:.1f} % of tokens")
-        table.add_row("images", f"{totals.items:,}", item_sizes(totals, self._options.get("pixels", RAW)))
-        table.add_row("patches", f"{totals.patches:,}", f"{totals.patches / max(totals.items, 1):,.0f} per image")
+        has_videos = KIND_FEATURES[VIDEO] in self.manifest.features
+        items, item = ("images and videos", "item") if has_videos else ("images", "image")
+        table.add_row(items, f"{totals.items:,}", item_sizes(totals, self._options.get("pixels", RAW)))
+        table.add_row(
+            "patches",
+            f"{totals.patches:,}",
+            f"{totals.patches / max(totals.items, 1):,.0f} per {item}",
+        )
         shards = counted(len(self.manifest.shards), "shard")
         table.add_row("bytes", f"{totals.bytes:,}", f"{totals.bytes / 1e6:,.1f} MB in {shards}")
         share = totals.rejected / max(totals.candidates, 1)

@@ -72,8 +72,9 @@ def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str],
 
 def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatTokenizer) -> None:
     images = sum(image.tokens for image in encoded.images)
+    what = "images and videos" if encoded.video_grid_thw is not None else "images"
     cut, dropped = ", truncated" if encoded.truncated else "", encoded.dropped_reasoning
-    tokens = f"{encoded.length - images:,} of text, {images:,} of images{cut}"
+    tokens = f"{encoded.length - images:,} of text, {images:,} of {what}{cut}"
     where = f"in {counted(encoded.target_turns, 'turn')}" if encoded.target_turns else "of a document"
     console.print(
         facts(
@@ -129,7 +130,7 @@ def _part(part: ContentPart, images: Iterator[EncodedImage], remark: str) -> tup
     if isinstance(part, ImagePart):
         return data(f"image {part.field}"), _sizes(part, next(images, None))
     if isinstance(part, VideoPart):
-        return data(f"video {part.field}"), ""
+        return data(f"video {part.field}"), _frames(part, next(images, None))
     return data(part.text, limit=_PART), remark
 
 
@@ -143,14 +144,28 @@ def _sizes(part: ImagePart, image: EncodedImage | None) -> str:
     return f"{file}, {found}, stored as {width} × {height}: {counted(image.tokens, 'token')}"
 
 
+def _frames(part: VideoPart, video: EncodedImage | None) -> str:
+    file = counted(sum(map(len, [part.data] if isinstance(part.data, bytes) else part.data)), "byte")
+    if video is None:
+        return file
+    height, width = video.size
+    origin = video.origin
+    found = f"{origin['format']} of {origin['width']} × {origin['height']}, {counted(origin['file_frames'], 'frame')}"
+    first, last = origin["seconds"][0], origin["seconds"][-1]
+    frames = f"{counted(len(origin['frames']), 'frame')} from {first:.2f} to {last:.2f} s"
+    return f"{file}, {found}, stored as {frames} of {width} × {height}: {counted(video.tokens, 'token')}"
+
+
 def _marked(encoded: EncodedSample, tokenizer: ChatTokenizer) -> Text:
-    """Formats the tokens as text, with targets in brackets and image tokens folded."""
-    text, image = Text(), tokenizer.info.image
+    """Formats the tokens as text, with targets in brackets and placeholders folded."""
+    text, placeholders = Text(), {item.token for item in tokenizer.info.items.values()}
     ids, mask = (values[: encoded.length].tolist() for values in (encoded.input_ids, encoded.loss_mask))
-    for (target, is_image), group in groupby(zip(ids, mask, strict=True), lambda each: (each[1] > 0, each[0] == image)):
+    pairs = zip(ids, mask, strict=True)
+    marked = groupby(pairs, lambda each: (each[1] > 0, each[0] if each[0] in placeholders else None))
+    for (target, placeholder), group in marked:
         run = [token for token, _ in group]
-        if is_image:
-            text.append(f"{tokenizer.image_text} × {len(run):,}", "blue")
+        if placeholder is not None:
+            text.append(f"{tokenizer.hf.convert_ids_to_tokens(placeholder)} × {len(run):,}", "blue")
             continue
         spelled = visible(tokenizer.hf.decode(run, clean_up_tokenization_spaces=False)).replace("\n", "↵\n")
         text.append(f"⟦{spelled}⟧" if target else spelled, _TARGET if target else "")

@@ -137,10 +137,13 @@ def _add_sample(
         random.integers(0, 256, (grid.prod() * frames, family.patch_bytes), dtype=np.uint8)
         for grid, frames in zip(grids, copies, strict=True)
     ]
-    are_videos = np.array([kind == VIDEO for kind in kinds], bool)
     positions = np.zeros((3, padded), np.int32)
     shapes = [ItemShape(kind, tuple(grid.tolist()), n) for kind, grid, n in zip(kinds, grids, copies, strict=True)]
     positions[:, :length] = _positions(family, ids, shapes)
+
+    def grids_of(kind: str) -> np.ndarray:
+        return grids[[each == kind for each in kinds]].astype(np.int32).reshape(-1, 3)
+
     weights = {"loss_weights": [(mask * random.uniform(0.5, 3, padded)).astype(np.float32)]} if weighted else {}
     placement = writer.add(
         sample_key(row),
@@ -149,8 +152,8 @@ def _add_sample(
             "input_ids": [np.pad(ids, (0, padded - length), constant_values=PAD).astype(np.int32)],
             "loss_mask": [mask],
             "position_ids": [positions],
-            "image_grid_thw": [grids[~are_videos].astype(np.int32)],
-            **({"video_grid_thw": [grids[are_videos].astype(np.int32)]} if VIDEO in kinds else {}),
+            "image_grid_thw": [grids_of(IMAGE)],
+            **({"video_grid_thw": [grids_of(VIDEO)]} if VIDEO in kinds else {}),
             **weights,
             **({} if VIDEO in kinds else {"patches": patches or [np.zeros((0, family.patch_bytes), np.uint8)]}),
         },

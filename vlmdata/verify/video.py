@@ -27,8 +27,8 @@ def steps_of(metadata: Mapping[str, Any], row: IndexRow, family: Family) -> tupl
     """
     if all(item.shape.kind != VIDEO for item in row.items) or family.video is None:
         return None
-    origins = metadata.get("images")
-    if not isinstance(origins, list) or len(origins) != len(row.items):
+    origins: Any = metadata.get("images")
+    if not _is_list(origins, Mapping, len(row.items)):
         raise ValueError(f"images is not a list of {len(row.items)} objects, one per image and video")
     steps = []
     for number, (item, origin) in enumerate(zip(row.items, origins, strict=True)):
@@ -39,9 +39,13 @@ def steps_of(metadata: Mapping[str, Any], row: IndexRow, family: Family) -> tupl
         count, temporal = item.shape.grid[0], family.temporal_patch_size
         if not isinstance(frames, list) or -(-len(frames) // temporal) != count:
             raise ValueError(f"video {number} has the frames {frames}, but its grid has {count} temporal patches")
-        if not isinstance(times, list) or len(times) != count or sorted(times) != times:
+        if not _is_list(times, int | float, count) or sorted(times) != times:
             raise ValueError(f"video {number} has the patch_seconds {times}, but {count} ascending ones are needed")
         if type(seconds) not in (int, float) or not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"video {number} has the seconds_per_patch {seconds!r}; it must be a positive number")
         steps.append(family.video.temporal_step(seconds))
     return tuple(steps)
+
+
+def _is_list(value: Any, of: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length and all(isinstance(each, of) for each in value)

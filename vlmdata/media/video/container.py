@@ -101,7 +101,9 @@ def _video_stream(container: InputContainer, limits: VideoLimits, what: str) -> 
         )
     # One thread: workers decode one video each, and the same errors show every time. Without "explode", decoders invent
     # pictures for damaged data; an HEVC decoder leaves them out.
-    codec.options = {"err_detect": "explode", "max_pixels": str(limits.max_source_pixels)}
+    # FFmpeg pads rows to a multiple of 64 pixels before it compares them with its own limit.
+    padded = limits.max_source_pixels + 64 * codec.height
+    codec.options = {"err_detect": "explode", "max_pixels": str(padded)}
     codec.thread_count = 1
     return stream
 

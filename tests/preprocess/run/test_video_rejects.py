@@ -1,0 +1,120 @@
+"""What is wrong with videos in rows, as the command writes it to the ledger. Good rows beside them are kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.chat_rows import write_jsonl
+from tests.conftest import encoded_image
+from tests.media.video.clips import clip
+from tests.preprocess.command_line import SMALL_IMAGES
+from vlmdata import open_dataset
+from vlmdata.cli.main import main
+from vlmdata.format.schema import LEDGER_NAME
+from vlmdata.verify.dataset import verify_dataset
+
+ITEM = "messages[0].content[0]"
+#: Row, its reason, and the start of its message. None for a row that is kept.
+ROWS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"type": "video", "video": "good.mp4"}, None, ""),
+    ({"type": "video"}, "video_count_mismatch", f"{ITEM} is placeholder 1, but the row has 0 videos"),
+    ({"video": "gone.mp4"}, "missing_video", f"{ITEM}: no file gone.mp4 in the image root"),
+    ({"video": "../outside.mp4"}, "video_path", f"{ITEM}: ../outside.mp4 is outside the image root"),
+    ({"video": "https://a.example/a.mp4"}, "video_fetch", f"{ITEM}: https://a.example/a.mp4 is a URL; --allow-urls"),
+    ({"video": "page.mp4"}, "not_a_video", f"{ITEM} (page.mp4): a web page (HTML)"),
+    ({"video": "empty.mp4"}, "empty_video", f"{ITEM} (empty.mp4): the file has 0 bytes"),
+    ({"video": "large.mp4"}, "video_too_large", f"{ITEM} (large.mp4): frames of 640x480 = 307200 pixels, over the"),
+    ({"video": "cut.mkv"}, "damaged_video", f"{ITEM} (cut.mkv): "),
+    ({"video": ["a.png", "b.png"], "sample_fps": 1}, "unsupported_video", f"{ITEM}[1]: 64x32 pixels, but the first"),
+    ({"video": "good.mp4", "video_start": 9}, "video_frames", f"{ITEM} (good.mp4): no frame from video_start 9 s"),
+    ({"video": "good.mp4", "fps": -1}, "video_frames", f"{ITEM}.fps is -1; it must be a positive number"),
+    ({"video": "good.mp4", "resized_width": 64}, "unsupported_content", f"{ITEM}.resized_width is 64"),
+    ({"video": ["gone.png"], "fps": 1}, "missing_image", f"{ITEM}[0]: no file gone.png in the image root"),
+    ({"video": ["a.png", "a.png", "a.png"], "fps": 2}, None, ""),
+    ({"video": "wide.mp4"}, "aspect_ratio", f"{ITEM} (wide.mp4): 16384x32 pixels: aspect ratio 512.0, over 200"),
+    ({"video": "long.mp4", "fps": 30}, "overlong", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows") / "root"
+    folder.mkdir()
+    (folder.parent / "outside.mp4").write_bytes(b"secret")
+    random = np.random.default_rng(0)
+    noise = [random.integers(0, 256, (48, 64, 3), np.uint8) for _ in range(60)]
+    whole = clip("libx264", 60, 10, frames=noise, container="matroska", options={"g": "10"})
+    files = {
+        "good.mp4": clip("libx264", 30, 10),
+        "page.mp4": b"<html><body>404</body></html>",
+        "empty.mp4": b"",
+        "large.mp4": clip("libx264", 2, size=(480, 640)),
+        "cut.mkv": whole[: len(whole) // 2],
+        "wide.mp4": clip("libx264", 2, size=(2, 1024)),
+        "long.mp4": clip("libx264", 120, 30, size=(480, 480)),
+        "a.png": encoded_image(64, 48),
+        "b.png": encoded_image(64, 32),
+    }
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    answer = {"role": "assistant", "content": "Yes."}
+    chats = [{"messages": [{"role": "user", "content": [item, {"text": "So?"}]}, answer]} for item, _, _ in ROWS]
+    return write_jsonl(folder / "rows.jsonl", chats)
+
+
+def run(rows: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> dict[int, dict[str, Any]]:
+    """Runs the command in this process. Returns its ledger by row."""
+    limits = ("--max-source-pixels", "240000", "--max-reject-rate", "1", "--workers", "1", "--max-length", "6000")
+    options = (*SMALL_IMAGES, *limits, *more)
+    monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(rows), "--out", str(out), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    entries = [json.loads(line) for line in (out / LEDGER_NAME).read_text().splitlines()]
+    return {entry["row"]: entry for entry in entries}
+
+
+def test_each_reason_is_in_the_ledger(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(rows, tmp_path / "out", monkeypatch)
+    expected = {row: reason for row, (_, reason, _) in enumerate(ROWS) if reason is not None}
+    assert {row: entry["reason"] for row, entry in found.items()} == expected
+    for row, (_, _, message) in enumerate(ROWS):
+        assert row not in found or found[row]["message"].startswith(message), found[row]["message"]
+    assert "--damaged-videos keep" in found[8]["message"]
+    dataset = open_dataset(tmp_path / "out")
+    assert dataset.index.source_row.tolist() == [0, 14]
+    assert dataset.manifest.source["image_files"]["missing"] == 2
+    assert verify_dataset(tmp_path / "out").faults == []
+
+
+def test_damaged_videos_are_kept_up_to_the_damage_if_asked(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(rows, tmp_path / "out", monkeypatch, "--damaged-videos", "keep", "--video-max-frames", "4")
+    assert 8 not in found
+    dataset = open_dataset(tmp_path / "out")
+    (origin,) = dataset.metadata(dataset.index.source_row.tolist().index(8))["images"]
+    assert "bytes are missing" in origin["damage"]
+    assert len(origin["frames"]) == 4
+    assert dataset.manifest.config["options"]["video"]["damaged"] == "keep"
+    assert verify_dataset(tmp_path / "out").faults == []
+
+
+def test_a_trace_shows_the_frames(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(rows), *SMALL_IMAGES, "--trace", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    assert f"video {ITEM} (good.mp4)" in shown
+    assert "of 64 × 48, 30 frames, stored as 6 frames from 0.00 to 2.90 s of 64 × 64" in " ".join(shown.split())
+    assert "<1.4 seconds><|vision_start|><|video_pad|> × 4<|vision_end|>" in shown
