@@ -77,7 +77,7 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
                 size, digest = writer.close()
         finally:
             reader.close()
-        info = replace(old, bytes=size, sha256=digest)
+        info = replace(old, bytes=size, sha256=digest, unselected=0)
     record = ShardRecord(info, totals_of(info, rows), {}, tuple(sorted(used_features(rows))))
     with store.writing(progress_name(number, "parquet")) as file:
         pq.write_table(index_table(rows, supported_features()), file)

@@ -35,7 +35,8 @@ def join(
 
     from vlmdata.cli.console import counting_bar, messages
     from vlmdata.storage import open_store
-    from vlmdata.storage.join import describe, join_datasets
+    from vlmdata.storage.join import join_datasets
+    from vlmdata.storage.linked import describe
 
     with counting_bar(messages(), time_left=False) as bar:
         task = bar.add_task("shards")

@@ -20,11 +20,14 @@ GROUP = "vlmdata.commands"
 #: workers; interrupted.
 EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-_ORDER = ("preprocess", "finish", "join", "verify", "inspect", "plan", "serve", "recode", "convert", "check-model")
+_ORDER = (
+    *("preprocess", "finish", "join", "select", "diff", "verify", "inspect", "plan", "serve", "recode", "convert"),
+    "check-model",
+)
 
 
 #: Commands that continue where an interrupted one ended.
-_CONTINUING = (["preprocess"], ["join"], ["recode"])
+_CONTINUING = (["preprocess"], ["join"], ["select"], ["recode"])
 
 
 class _Interrupted(Exception):

@@ -65,7 +65,7 @@ def verify(
     """
     from vlmdata.cli.console import counting_bar, messages, results
     from vlmdata.format.manifest import Manifest
-    from vlmdata.format.schema import JOINED
+    from vlmdata.format.schema import JOINED, SELECTED
     from vlmdata.locations import is_url, place_of
     from vlmdata.machine import available_cores
     from vlmdata.verify.dataset import verify_dataset
@@ -75,7 +75,7 @@ def verify(
     talk, begun, place = messages(), time.monotonic(), place_of(data)
     with auditable(place) as (directory, open_shard), counting_bar(talk) as bar:
         manifest = Manifest.read(directory)
-        shards, joined = len(manifest.shards), manifest.source.get("kind") == JOINED
+        shards, kind = len(manifest.shards), manifest.source.get("kind")
         task = bar.add_task("shards", total=shards)
         audit = verify_dataset(
             directory,
@@ -88,7 +88,7 @@ def verify(
         )
     seconds = time.monotonic() - begun
     audit = named(audit, directory, place)
-    steps = (remedies_at if is_url(place) else remedies)(place, audit.faults, joined)
+    steps = (remedies_at if is_url(place) else remedies)(place, audit.faults, kind == JOINED, kind == SELECTED)
     if as_json:
         fields = {
             "directory": place,

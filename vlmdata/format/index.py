@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.format.earlier import upgraded_index
 from vlmdata.format.index_row import ITEM_COLUMNS, WHOLE_MEMBERS, IndexRow, index_schema
-from vlmdata.format.schema import MEMBERS, OPTIONAL_MEMBERS
+from vlmdata.format.schema import DOCUMENTS, KIND_FEATURES, MEMBER_BY_NAME, MEMBERS, OPTIONAL_MEMBERS
 from vlmdata.format.shard import ArrayPlace, ItemPlace, Placement
-from vlmdata.media.codecs import ItemShape
+from vlmdata.media.codecs import ItemShape, codec_feature
 
 
 def _column[T: np.generic](name: str, kind: type[T]) -> cached_property[npt.NDArray[T]]:
@@ -170,6 +170,21 @@ class DatasetIndex:
     def optional_members(self) -> tuple[str, ...]:
         """Names of the optional members that samples of this dataset may have."""
         return tuple(m.name for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in self.table.column_names)
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """The features of the samples. Items of an unknown kind have none."""
+        used = {KIND_FEATURES[kind] for kind in set(self.item_kinds.tolist()) if kind in KIND_FEATURES}
+        used |= set(map(codec_feature, set(self.item_codecs.tolist())))
+        used |= {str(MEMBER_BY_NAME[m].feature) for m in self.optional_members if (self.data_offsets[m] >= 0).any()}
+        return frozenset(used | ({DOCUMENTS} if (self.target_turns == 0).any() else set()))
+
+    @cached_property
+    def stored_item_bytes(self) -> int:
+        """Stored bytes of all items; those that samples of a shard share count once."""
+        shards = np.repeat(self.shard, self.item_counts)
+        _, first = np.unique(np.stack([shards, self.item_offsets]), axis=1, return_index=True)
+        return int(self.item_bytes[first].sum(dtype=np.int64))
 
     @cached_property
     def data_offsets(self) -> dict[str, npt.NDArray[np.int64]]:

@@ -63,6 +63,8 @@ class ShardInfo:
     extra_candidates: int = 0  # candidates beyond one per row; 0 unless rows have lists
     #: What the index adds to the row numbers in the shard's keys and metadata; 0 unless datasets were joined.
     row_offset: int = 0
+    #: Samples in the file that the dataset does not have; 0 unless they were selected from another dataset.
+    unselected: int = 0
 
     @property
     def candidates(self) -> int:
@@ -219,7 +221,7 @@ class Manifest:
 
 
 #: Counts that format 1.0 does not have.
-_NOT_IN_1_0 = frozenset({"extra_candidates", "item_bytes", "file_bytes", "row_offset"})
+_NOT_IN_1_0 = frozenset({"extra_candidates", "item_bytes", "file_bytes", "row_offset", "unselected"})
 
 
 def counts_to_json(counts: Totals | ShardInfo) -> dict[str, Any]:

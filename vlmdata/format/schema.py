@@ -38,6 +38,8 @@ PROGRESS_DIR = ".progress"
 IMAGE_FILES_NAME = "image_files.parquet"
 #: ``source.kind`` of a dataset that ``vlmdata join`` made; its ``config`` lists the joined ones' under this name.
 JOINED = "joined"
+#: ``source.kind`` of a dataset that ``vlmdata select`` made of another one, whose source is under ``source.dataset``.
+SELECTED = "selected"
 #: Field of the manifest's ``source`` with the number of these files and the hash of their list.
 IMAGE_FILES = "image_files"
 

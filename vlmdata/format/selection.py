@@ -1,4 +1,4 @@
-"""Datasets with a part of their source's rows, such as one side of a holdout.
+"""Datasets with a part of their source's rows: one side of a holdout, or samples selected from another dataset.
 
 Rows keep their numbers in the source. The manifest's ``source`` then has an entry ``selection`` with the number of rows
 in the whole source and a hash of the chosen row numbers, so that an audit can check which rows must be present.
@@ -15,8 +15,31 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.format.schema import JOINED, SELECTED
 
 SELECTION = "selection"
+
+
+def origin(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the source of the dataset that samples were selected from, perhaps in several steps."""
+    while source.get("kind") == SELECTED:
+        source = source["dataset"]["source"]
+    return source
+
+
+def has_selected(source: Mapping[str, Any]) -> bool:
+    """Returns True if samples were selected, perhaps of one of several joined datasets: lists of rows have gaps."""
+    if source.get("kind") == JOINED:
+        return any(has_selected(each["source"]) for each in source["datasets"])
+    return source.get("kind") == SELECTED
+
+
+def row_offsets(source: Mapping[str, Any]) -> set[int]:
+    """Returns what may be added to the row numbers of shards: one number for each dataset that was joined."""
+    source = origin(source)
+    if source.get("kind") != JOINED:
+        return {0}
+    return {each["row_offset"] + offset for each in source["datasets"] for offset in row_offsets(each["source"])}
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import Totals
-from vlmdata.format.schema import LEDGER_NAME
-from vlmdata.format.selection import SELECTION
+from vlmdata.format.schema import LEDGER_NAME, SELECTED
+from vlmdata.format.selection import SELECTION, origin
 from vlmdata.inspect.findings import COUNTED, KINDS, ContentCheck, IndexFindings, Severity
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.tokens import TokenTexts
@@ -156,6 +156,8 @@ def source_name(source: Mapping[str, Any]) -> str:
     """Describes the source briefly: hub id, or kind and files, the split, and the side of a holdout."""
     if isinstance(joined := source.get("datasets"), list):
         return f"{len(joined)} joined datasets"
+    if source.get("kind") == SELECTED:
+        return f"selected from {source_name(source['dataset']['source'])}"
     listed = source.get("files")
     files = [str(each.get("name")) for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
     name = str(source.get("id") or source.get("kind", "unknown"))
@@ -171,7 +173,7 @@ def source_name(source: Mapping[str, Any]) -> str:
 
 def source_of_row(source: Mapping[str, Any], row: int) -> str:
     """Describes the source of a row. In a joined dataset, also names the dataset and the row's number in it."""
-    name = source_name(source)
+    name, source = source_name(source), origin(source)
     if not isinstance(joined := source.get("datasets"), list):
         return name
     # The last dataset that begins at or before the row: one without rows begins where the next does.

@@ -23,7 +23,7 @@ from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.format.schema import Sample
 from vlmdata.inspect.text import one_line
-from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
+from vlmdata.inspect.tokens import TokenTexts, TurnSpan, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 from vlmdata.wording import counted
 
@@ -194,7 +194,7 @@ class ContentCheck:
             elif ids[first] == info.turns.end:
                 yield finding("only_end_token", f"of the answer at token {turn.body} only its end is a target")
 
-    def _skipped(self, ids: npt.NDArray[np.int32], turn: Turn, first: int) -> tuple[int, str]:
+    def _skipped(self, ids: npt.NDArray[np.int32], turn: TurnSpan, first: int) -> tuple[int, str]:
         """Returns the start of an answer (after a fully excluded think block) and its text before the first target."""
         pieces = self.texts.decode_each(ids[turn.body : first].tolist())
         text = "".join(pieces)

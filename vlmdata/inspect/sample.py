@@ -20,7 +20,7 @@ from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
 from vlmdata.inspect.frames import FrameDescription, frames_of, item_starts
 from vlmdata.inspect.serialise import INLINE
-from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
+from vlmdata.inspect.tokens import TokenTexts, TurnSpan, find_turns
 from vlmdata.wording import counted
 
 #: Number of tokens in a line of the sample list.
@@ -108,7 +108,7 @@ class SampleDescription:
     target_share: float  # of the true length
     target_turns: int  # assistant turns that are targets, from the index
     truncated: bool  # whether the last answer was truncated
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnSpan, ...]
     spans: tuple[Span, ...]
     images: tuple[ImageDescription, ...]
     columns: Mapping[str, Any]  # what the recipe attached
@@ -241,7 +241,7 @@ def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32], fami
 
 def _spans(
     sample: Sample,
-    turns: tuple[Turn, ...],
+    turns: tuple[TurnSpan, ...],
     starts: tuple[tuple[int, ...], ...],
     dataset: VlmDataset,
     texts: TokenTexts,

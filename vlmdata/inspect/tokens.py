@@ -101,7 +101,7 @@ class TokenTexts:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnSpan:
     """One turn of a conversation, in tokens."""
 
     role: str  # role in the header, "assistant" for the assistant's; "" before the first turn
@@ -113,16 +113,16 @@ class Turn:
 
 def find_turns(
     ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer], info: TokenizerInfo, texts: TokenTexts
-) -> tuple[Turn, ...]:
+) -> tuple[TurnSpan, ...]:
     """Finds the turns of a sample from the tokens that begin them. They cover it without gaps."""
     starts = np.flatnonzero(ids == info.turns.start).tolist()
     bounds = [*starts, len(ids)]
     before = bounds[0] if starts else 0
-    turns = [Turn("", 0, 0, before, int(np.count_nonzero(mask[:before])))] if before else []
+    turns = [TurnSpan("", 0, 0, before, int(np.count_nonzero(mask[:before])))] if before else []
     for start, stop in pairwise(bounds):
         role, body = _header(ids[start:stop].tolist(), info, texts)
-        turns.append(Turn(role, start, start + body, stop, int(np.count_nonzero(mask[start:stop]))))
-    return tuple(turns) or (Turn("", 0, 0, len(ids), int(np.count_nonzero(mask))),)
+        turns.append(TurnSpan(role, start, start + body, stop, int(np.count_nonzero(mask[start:stop]))))
+    return tuple(turns) or (TurnSpan("", 0, 0, len(ids), int(np.count_nonzero(mask))),)
 
 
 def _header(turn: list[int], info: TokenizerInfo, texts: TokenTexts) -> tuple[str, int]:

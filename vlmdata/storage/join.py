@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
+from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import index_schema
 from vlmdata.format.ledger import Rejection, read_ledger
@@ -30,23 +28,17 @@ from vlmdata.format.schema import (
     INDEX_NAME,
     JOINED,
     LEDGER_NAME,
-    MANIFEST_NAME,
-    PROGRESS_DIR,
-    TOKENIZER_DIR,
     parse_key,
     shard_name,
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.shard import ABSENT
 from vlmdata.format.writing import Hashing
-from vlmdata.locations import is_url
-from vlmdata.storage import LockedError, Store
+from vlmdata.storage import Store
 from vlmdata.storage.join_checks import real_place, require_alike, require_distinct, require_whole
-from vlmdata.storage.transfer import How, transfer
+from vlmdata.storage.linked import Making, TakenShard, made_in, manifest_of, row_numbers, take_shards, take_tokenizer
+from vlmdata.storage.transfer import How
 from vlmdata.version import __version__
-from vlmdata.wording import counted
-
-_LOCK, _PLAN = f"{PROGRESS_DIR}/lock", f"{PROGRESS_DIR}/join.json"
 
 
 @dataclass(frozen=True)
@@ -132,26 +124,21 @@ def join_datasets(
             raise UsageError(f"--out {out}: it is one of the datasets to join, or in one ({each}); give another folder")
     parts = _parts(sources, allow_duplicates)
     plan = json.dumps([part.manifest.fingerprint for part in parts]).encode()
-    try:
-        out.prepare(PROGRESS_DIR, TOKENIZER_DIR)
-        with out.lock(_LOCK) as lock:
-            _begin(out, plan)
-            transferred = _transfer(parts, out, on_shard)
-            manifest = _close(parts, out)
-            lock.commit(MANIFEST_NAME, manifest.to_json())
-            out.tidy(PROGRESS_DIR)
-            out.delete_folder(PROGRESS_DIR)
-    except LockedError as error:
-        raise ResourceError(f"{out}: another command is at work there {error.holder}".rstrip()) from None
-    except OSError as error:
-        raise ResourceError(
-            f"{out}: joining failed: {error}. Free space or fix permissions, and run the same command again."
-        ) from error
+    shards = [
+        TakenShard(part.store, info, new.name)
+        for part in parts
+        for info, new in zip(part.manifest.shards, part.shards(), strict=True)
+    ]
+    with made_in(out, Making("join", "joining", "of other datasets", plan)) as complete:
+        transferred = take_shards(shards, out, on_shard)
+        take_tokenizer(parts[0].store, parts[0].manifest.tokenizer_files, out)
+        manifest = _close(parts, out)
+        complete(manifest)
     return JoinResult(manifest, transferred)
 
 
 def _parts(sources: Sequence[Store], allow_duplicates: bool) -> list[_Part]:
-    manifests = [_manifest(store) for store in sources]
+    manifests = [manifest_of(store) for store in sources]
     inputs = list(zip(sources, manifests, strict=True))
     for each in inputs[1:]:
         require_alike(inputs[0], each)
@@ -161,53 +148,8 @@ def _parts(sources: Sequence[Store], allow_duplicates: bool) -> list[_Part]:
         require_whole(store, manifest)
     shards = accumulate((len(manifest.shards) for manifest in manifests), initial=0)
     rows = accumulate((manifest.totals.rows for manifest in manifests), initial=0)
-    numbers = accumulate((_row_numbers(manifest) for manifest in manifests), initial=0)
+    numbers = accumulate((row_numbers(manifest) for manifest in manifests), initial=0)
     return [_Part(*part) for part in zip(sources, manifests, shards, rows, numbers, strict=False)]
-
-
-def _manifest(store: Store) -> Manifest:
-    if not is_url(str(store)):
-        return Manifest.read(Path(str(store)))
-    try:
-        return Manifest.from_json(store.read(MANIFEST_NAME), store.path(MANIFEST_NAME))
-    except FileNotFoundError:
-        raise DatasetFormatError(f"{store}: has no {MANIFEST_NAME}, so it is not a vlmdata dataset") from None
-
-
-def _row_numbers(manifest: Manifest) -> int:
-    selection = Selection.read(manifest.source)
-    return manifest.totals.rows if selection is None else selection.of_rows
-
-
-def _begin(out: Store, plan: bytes) -> None:
-    """Checks that ``out`` is empty or has an interrupted join of the same datasets, and records the plan."""
-    try:
-        if out.read(_PLAN) == plan:
-            return
-        state = "an unfinished join of other datasets"
-    except FileNotFoundError:
-        names = [name for name in out.listing() if name not in (PROGRESS_DIR, TOKENIZER_DIR)]
-        if not names:
-            out.put(_PLAN, plan)
-            return
-        state = ", ".join(sorted(names)[:5])
-    raise ConfigMismatchError(f"{out}: has {state}. Give an empty or new folder as --out.")
-
-
-def _transfer(parts: Sequence[_Part], out: Store, on_shard: Callable[[int, int], None]) -> Counter[How]:
-    total, transferred = sum(len(part.manifest.shards) for part in parts), Counter[How]()
-    for part in parts:
-        for info, new in zip(part.manifest.shards, part.shards(), strict=True):
-            transferred[transfer(part.store, info.name, out, new.name)] += 1
-            if (size := out.size(new.name)) != info.bytes:
-                raise ResourceError(
-                    f"{out.path(new.name)}: {size} bytes, but {part.store.path(info.name)} must have {info.bytes}. "
-                    f"Run `vlmdata verify {part.store}`."
-                )
-            on_shard(transferred.total(), total)
-    for name in parts[0].manifest.tokenizer_files:
-        transfer(parts[0].store, f"{TOKENIZER_DIR}/{name}", out, f"{TOKENIZER_DIR}/{name}")
-    return transferred
 
 
 def _close(parts: Sequence[_Part], out: Store) -> Manifest:
@@ -272,7 +214,7 @@ def _source(parts: Sequence[_Part], rows: npt.NDArray[np.int64]) -> dict[str, An
         ],
     }
     if any(SELECTION in part.manifest.source for part in parts):
-        numbers = sum(_row_numbers(part.manifest) for part in parts)
+        numbers = sum(row_numbers(part.manifest) for part in parts)
         source[SELECTION] = dataclasses.asdict(Selection(numbers, rows_digest(rows)))
     return source
 
@@ -302,8 +244,3 @@ def shifted_keys(keys: Sequence[str], by: int) -> list[str]:
         row, dash, sample = key.partition("-")
         shifted.append(f"{int(row) + by:09d}{dash}{sample}")
     return shifted
-
-
-def describe(transferred: Mapping[How, int]) -> str:
-    """Describes a transfer in words: ``24 shards: hard links``."""
-    return ", ".join(f"{counted(count, 'shard')}: {how}" for how, count in transferred.items())

@@ -10,8 +10,9 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
+from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest
-from vlmdata.format.schema import TOKENIZER_DIR
+from vlmdata.format.schema import INDEX_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_file_names, tokenizer_findings
 from vlmdata.format.tokenizer_info import flat
 from vlmdata.locations import is_url
@@ -34,8 +35,13 @@ def real_place(store: Store) -> str:
     return str(store) if is_url(str(store)) else os.path.realpath(str(store))
 
 
-def require_whole(store: Store, manifest: Manifest) -> None:
+def require_whole(store: Store, manifest: Manifest, again: str = "join") -> None:
     """Checks the hashes of a dataset's small files and the sizes of its shards.
+
+    Args:
+        store: The dataset.
+        manifest: Its manifest.
+        again: The command to give again after a repair, for messages.
 
     Raises:
         DatasetFormatError: If a file is missing or does not match the manifest.
@@ -49,7 +55,7 @@ def require_whole(store: Store, manifest: Manifest) -> None:
         more = f"; and {len(problems) - _SHOWN:,} more" if len(problems) > _SHOWN else ""
         raise DatasetFormatError(
             f"{store}: {'; '.join(problems[:_SHOWN])}{more}. Run `vlmdata verify {shlex.quote(str(store))}` to see how "
-            "to repair it, then join again."
+            f"to repair it, then {again} again."
         )
 
 
@@ -103,8 +109,8 @@ def _option(manifest: Manifest, name: str) -> Any:
 def require_distinct(inputs: Sequence[Input]) -> None:
     """Checks that no samples would be in the new dataset twice.
 
-    Two datasets repeat each other if they are at the same place, share the bytes of a shard with samples, or were made
-    of the same rows with the same options, perhaps except the codec.
+    Two datasets repeat each other if they are at the same place, share the bytes of a shard with samples (of selected
+    datasets, of a sample), or were made of the same rows with the same options, perhaps except the codec.
 
     Raises:
         UsageError: If two of them do; names both.
@@ -123,7 +129,10 @@ def _repetition(one: Input, other: Input) -> str:
         return f"{store} is given twice" if str(store) == str(other_store) else f"{store} and {other_store} are one"
     names = {info.sha256: info.name for info in manifest.shards if info.samples}
     shared = [info for info in second.shards if info.samples and info.sha256 in names]
-    if shared:
+    if shared and any(info.unselected for info in (*manifest.shards, *second.shards)):
+        if common := _places(one) & _places(other):
+            return f"{store} and {other_store} have {counted(len(common), 'sample')} in common"
+    elif shared:
         samples = counted(sum(info.samples for info in shared), "sample")
         return (
             f"{store} and {other_store} have {counted(len(shared), 'equal shard')} with {samples}, such as "
@@ -132,6 +141,15 @@ def _repetition(one: Input, other: Input) -> str:
     if _rows(manifest) == _rows(second):
         return f"{store} and {other_store} were made of the same rows with the same options"
     return ""
+
+
+def _places(input_: Input) -> set[tuple[str, int]]:
+    """Returns where the samples of a dataset are: sha256 of the shard, and first byte."""
+    store, manifest = input_
+    with store.local(INDEX_NAME) as folder:
+        index = DatasetIndex.read(folder / INDEX_NAME)
+    names = [info.sha256 for info in manifest.shards]
+    return {(names[shard], at) for shard, at in zip(index.shard.tolist(), index.offset.tolist(), strict=True)}
 
 
 def _rows(manifest: Manifest) -> tuple[Any, ...]:

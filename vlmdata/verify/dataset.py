@@ -29,10 +29,9 @@ from vlmdata.format.schema import (
     KIND_FEATURES,
     LEDGER_NAME,
     MANIFEST_NAME,
-    OPTIONAL_MEMBERS,
     parse_key,
 )
-from vlmdata.format.selection import SELECTION, Selection
+from vlmdata.format.selection import SELECTION, Selection, has_selected
 from vlmdata.format.tokenizer_files import STRAY, tokenizer_findings
 from vlmdata.media.codecs import IMAGE, RAW, codec_feature
 from vlmdata.storage.join import shifted_keys
@@ -245,17 +244,10 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
         "truncated": int(index.truncated.sum()),
     }
     if manifest.totals.item_bytes:  # earlier manifests lack it
-        sums["item_bytes"] = _stored_item_bytes(index)
+        sums["item_bytes"] = index.stored_item_bytes
     if manifest.totals.file_bytes and set(index.item_codecs.tolist()) == {_FILES}:
         sums["file_bytes"] = int(index.item_bytes.sum(dtype=np.int64))  # of other codecs, the files are unknown
     yield from totals_faults(INDEX_NAME, "totals", sums, manifest)
-
-
-def _stored_item_bytes(index: DatasetIndex) -> int:
-    """Stored bytes of all items; those that samples of a shard share count once."""
-    shards = np.repeat(index.shard, index.item_counts)
-    _, first = np.unique(np.stack([shards, index.item_offsets]), axis=1, return_index=True)
-    return int(index.item_bytes[first].sum(dtype=np.int64))
 
 
 def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
@@ -280,16 +272,8 @@ def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
 
 def _check_features(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
     """Checks that the manifest lists exactly the used features. Writers of schema 1.0 always listed image features."""
-    kinds, codecs = set(index.item_kinds.tolist()), set(index.item_codecs.tolist())
-    # Items of an unknown kind are faults of their samples.
-    used = {KIND_FEATURES[kind] for kind in kinds if kind in KIND_FEATURES} | set(map(codec_feature, codecs))
-    if (index.target_turns == 0).any():  # where documents are not listed, such samples are faulty themselves
-        used |= {DOCUMENTS} & set(manifest.features)
-    used |= {
-        str(member.feature)
-        for member in OPTIONAL_MEMBERS
-        if member.name in index.optional_members and (index.data_offsets[member.name] >= 0).any()
-    }
+    # Where documents are not listed, such samples are faulty themselves, as are those with items of an unknown kind.
+    used = index.features - ({DOCUMENTS} - set(manifest.features))
     for feature in sorted(used - set(manifest.features)):
         yield Fault(MANIFEST_NAME, "features", f"samples use {feature}, which the features do not list")
     always = {KIND_FEATURES[IMAGE], codec_feature(RAW)} if manifest.schema_version == "1.0" else set()
@@ -346,7 +330,7 @@ def _uncovered(index: DatasetIndex, rejections: list[Rejection], manifest: Manif
     first = np.diff(rows, prepend=-1) != 0
     expected = np.where(first, np.minimum(numbers, 0), np.roll(numbers, 1) + 1)
     # No entry may follow an entry for the whole row.
-    wrong = (numbers != expected) | (~first & (np.roll(numbers, 1) < 0))
+    wrong = (numbers != expected) & (not has_selected(manifest.source)) | (~first & (np.roll(numbers, 1) < 0))
     if wrong.any():
         row, number = entries[np.flatnonzero(wrong)[0]].tolist()
         return f"row {row} has an entry too many or too few" + (f", before sample {number}" if number > 0 else "")

@@ -28,25 +28,33 @@ class Fault:
         return f"{where}: {self.check}: {self.message}"
 
 
-def remedies(directory: str, faults: Iterable[Fault], joined: bool = False) -> list[str]:
+def remedies(directory: str, faults: Iterable[Fault], joined: bool = False, selected: bool = False) -> list[str]:
     """Returns the repair steps of a dataset in order, one or two sentences each; empty without faults.
 
     Args:
         directory: Path or URL of the dataset, as the user gave it.
         faults: All faults of the audit.
         joined: Whether ``vlmdata join`` made the dataset. Then no source is known that could make its shards again.
+        selected: The same of ``vlmdata select``.
     """
     checks: dict[str, set[str]] = {}
     for fault in faults:
         checks.setdefault(fault.file, set()).add(fault.check)
-    return list(_steps_of_joined(directory, checks) if joined else _steps(directory, checks))
+    if joined or selected:
+        return list(_steps_of_linked(directory, checks, selected))
+    return list(_steps(directory, checks))
 
 
-def _steps_of_joined(directory: str, checks: dict[str, set[str]]) -> Iterator[str]:
+def _steps_of_linked(directory: str, checks: dict[str, set[str]], selected: bool) -> Iterator[str]:
     strays = [name for name, found in checks.items() if STRAY in found]
     if strays:
         yield f"Remove {first_names([f'{directory}/{name}' for name in strays])}."
-    if len(strays) < len(checks):
+    if len(strays) < len(checks) and selected:
+        yield (
+            "This dataset was selected from another, and its shards may be hard links to those of the other. Repair "
+            f"the other first (`vlmdata verify` shows how), then remove {directory} and select again."
+        )
+    elif len(strays) < len(checks):
         yield (
             "This dataset was joined, and its shards may be hard links to those of the joined datasets. Repair these "
             f"datasets first (`vlmdata verify` shows how), then remove {directory} and join them again."

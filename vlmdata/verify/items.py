@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ import xxhash
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.schema import ITEMS_MEMBER, KIND_FEATURES
+from vlmdata.format.schema import ITEMS_MEMBER, KIND_FEATURES, METADATA_MEMBER
 from vlmdata.format.shard import ItemName, ItemPlace, item_metadata
 from vlmdata.media.codecs import IMAGE, ItemShape, decode_item
 from vlmdata.media.versions import require_pixels
@@ -32,6 +33,30 @@ def owners_of(rows: Iterable[IndexRow]) -> Owners:
         for number, item in enumerate(row.items):
             if start <= item.offset < stop:
                 owners.setdefault(_place(item), ItemName(row.key, number))
+    return owners
+
+
+def owners_in(data: mmap.mmap, members: Mapping[str, tuple[int, int]]) -> Owners:
+    """As :func:`owners_of`, for a shard of which the index has a part of the samples: reads the metadata of all.
+
+    Args:
+        data: The shard.
+        members: Offset and size in bytes by member name, in the order of the tar.
+    """
+    owners: dict[tuple[str, int, int], ItemName] = {}
+    for name, (at, _) in members.items():
+        key, _, member = name.partition(".")
+        text = members.get(f"{key}.{METADATA_MEMBER}")
+        if member != ITEMS_MEMBER or text is None:
+            continue
+        try:
+            items = json.loads(data[text[0] : sum(text)])["items"]
+            for number, item in enumerate(items):
+                if "same_as" not in item:
+                    owners.setdefault((item["codec"], at, item["bytes"]), ItemName(key, number))
+                    at += item["bytes"]
+        except (ValueError, KeyError, TypeError):  # samples of the index have an audit of their metadata
+            continue
     return owners
 
 

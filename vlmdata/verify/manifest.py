@@ -16,8 +16,16 @@ import pyarrow.parquet as pq
 
 from vlmdata.families import Family
 from vlmdata.format.manifest import Manifest, ShardInfo, canonical_hash
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, JOINED, MANIFEST_NAME, PROGRESS_DIR, TOKENIZER_DIR
-from vlmdata.format.selection import SELECTION
+from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    JOINED,
+    MANIFEST_NAME,
+    PROGRESS_DIR,
+    SELECTED,
+    TOKENIZER_DIR,
+)
+from vlmdata.format.selection import SELECTION, origin, row_offsets
 from vlmdata.format.tokenizer_files import (
     CONFIG_FILE,
     STRAY,
@@ -100,9 +108,10 @@ def _shards(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _source_findings(manifest: Manifest) -> Iterator[Finding]:
-    if (manifest.source.get("kind") == JOINED) != (JOINED in manifest.config):
-        yield "source", f"source.kind is {manifest.source.get('kind')!r}, which contradicts the config"
     try:
+        kind = origin(manifest.source).get("kind")
+        if (kind == JOINED) != (JOINED in manifest.config):
+            yield "source", f"source.kind is {kind!r}, which contradicts the config"
         yield from _source("source", manifest.source, manifest.shards, 0)
     except (AttributeError, KeyError, TypeError) as error:
         yield "source", f"it has the wrong form: {type(error).__name__}: {error}"
@@ -120,8 +129,13 @@ def _source(name: str, source: Mapping[str, Any], shards: Sequence[ShardInfo], o
     rows = sum(shard.row_stop - shard.row_start for shard in shards)
     if source.get("rows", rows) != rows:
         yield "source", f"{name}.rows is {source['rows']}, but its shards have {rows} rows"
+    if source.get("kind") == SELECTED:
+        yield from _selected(name, source, shards, offset)
+        return
     if source.get("kind") != JOINED:
         for shard in shards:
+            if shard.unselected:
+                yield "source", f"{shard.name}: {shard.unselected} unselected, but {name} is no selection"
             if shard.row_offset != offset:
                 yield "source", f"{shard.name}: row_offset is {shard.row_offset}, but {name} says {offset}"
         return
@@ -138,6 +152,19 @@ def _source(name: str, source: Mapping[str, Any], shards: Sequence[ShardInfo], o
         yield "source", f"the datasets of {name} have {at} shards, but there are {len(shards)}"
     if SELECTION in source and source[SELECTION]["of_rows"] != before:
         yield "source", f"{name}.{SELECTION}.of_rows is {source[SELECTION]['of_rows']}, but the datasets have {before}"
+
+
+def _selected(name: str, source: Mapping[str, Any], shards: Sequence[ShardInfo], offset: int) -> Iterator[Finding]:
+    """Checks the counts of a source from which samples were selected; arguments as of :func:`_source`."""
+    inner = source["dataset"]["source"]
+    possible = {offset + each for each in row_offsets(inner)}
+    for shard in shards:
+        if shard.row_offset not in possible:
+            yield "source", f"{shard.name}: row_offset is {shard.row_offset}, which no dataset of {name} has"
+    whole = inner[SELECTION]["of_rows"] if SELECTION in inner else inner.get("rows")
+    if whole is not None and source[SELECTION]["of_rows"] != whole:
+        found = source[SELECTION]["of_rows"]
+        yield "source", f"{name}.{SELECTION}.of_rows is {found}, but {name}.dataset.source has {whole}"
 
 
 def image_files_faults(directory: Path, manifest: Manifest) -> Iterator[Fault]:

@@ -92,10 +92,10 @@ def named(audit: Audit, directory: Path, place: str) -> Audit:
     return replace(audit, faults=faults)
 
 
-def remedies_at(url: str, faults: Iterable[Fault], joined: bool = False) -> list[str]:
+def remedies_at(url: str, faults: Iterable[Fault], joined: bool = False, selected: bool = False) -> list[str]:
     """Returns how to repair a dataset at a URL: as in a folder where preprocess can write, else by a new copy."""
     if url.partition("://")[0].lower() in ATOMIC:
-        return remedies(url, faults, joined)
+        return remedies(url, faults, joined, selected)
     found = list(faults)
     strays = [fault for fault in found if fault.check == STRAY]
     copied = f"Copy the dataset to {url} again, from a copy without faults in `vlmdata verify`."

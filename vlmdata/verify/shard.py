@@ -34,7 +34,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.media.codecs import IMAGE, VIDEO
 from vlmdata.verify.fault import Fault
-from vlmdata.verify.items import Owners, audit_items, described_items, owners_of, raw_items_problem
+from vlmdata.verify.items import Owners, audit_items, described_items, owners_in, owners_of, raw_items_problem
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 from vlmdata.verify.video import steps_of
 from vlmdata.wording import counted
@@ -113,18 +113,27 @@ def _audit(
             f"{counted(len(rows), 'index row')}, but the manifest says {counted(info.samples, 'sample')}",
         )
     members, problem = _tar_members(file)
+    keys = {row.key for row in rows}
+    found = sum(_key_of(name) in keys for name in members) if info.unselected else len(members)
     expected_members = sum(2 + len(row.placement.arrays) for row in rows)  # and the JSON and the items
     if not problem and any(data[-1024:]):
         problem = "the archive does not end in two zero blocks; it was truncated"
-    if not problem and len(members) != expected_members:
-        problem = f"{counted(len(members), 'member')}; {counted(len(rows), 'sample')} should have {expected_members}"
+    others = len({_key_of(name) for name in members} - keys)
+    if not problem and info.unselected and others != info.unselected:
+        problem = f"{counted(others, 'unselected sample')}, but the manifest says {info.unselected}"
+    if not problem and found != expected_members:
+        problem = f"{counted(found, 'member')}; {counted(len(rows), 'sample')} should have {expected_members}"
     if problem:
         yield Fault(info.name, "tar", problem)
-    owners = owners_of(rows)
+    owners = owners_in(data, members) if info.unselected and not problem else owners_of(rows)
     for row in rows:
         # In a damaged archive, each sample is read separately, so that samples after the damage are not affected.
         for check, message in _audit_row(data, None if problem else members, row, rules, owners, pixels, dropped):
             yield Fault(info.name, check, message, row.source_row, row.key)
+
+
+def _key_of(member: str) -> str:
+    return member.partition(".")[0]
 
 
 def _tar_members(file: BinaryIO) -> tuple[dict[str, tuple[int, int]], str]:

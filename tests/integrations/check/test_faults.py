@@ -17,28 +17,28 @@ from tests.integrations.check import faults
 from tests.integrations.tiny_models import MODELS, family_of, tiny_model
 from vlmdata.batch import PackedBatch
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.integrations.check import Checked, Kind, Result, check, check_data
+from vlmdata.integrations.check import Checked, Leak, Result, check, check_data
 from vlmdata.integrations.check.packs import CheckData
 
 LINEAR, DEEPSTACK = ("qwen3_5", "qwen3_5_moe"), ("qwen3_vl", "qwen3_vl_moe")
 Data = Callable[[str], CheckData]
 
 #: Each fault, the families it applies to, the kinds that it is named, and whether samples reach each other.
-PLANTED: list[tuple[Callable[[Any], faults.Forward], tuple[str, ...], list[Kind], bool | None]] = [
-    (faults.no_cu_seqlens_in_the_delta_rule, LINEAR, [Kind.STATE], True),
-    (faults.no_borders_in_the_convolution, LINEAR, [Kind.CONVOLUTION], True),
-    (faults.linear_attention_over_the_pack, LINEAR, [Kind.CONVOLUTION, Kind.STATE], True),
-    (faults.no_cu_seqlens_in_an_opaque_layer, ("qwen3_5",), [Kind.STATE], True),
-    (faults.no_borders_in_an_opaque_layer, ("qwen3_5",), [Kind.CONVOLUTION], True),
-    (faults.attention_over_the_pack, tuple(MODELS), [Kind.ATTENTION], True),
-    (faults.positions_that_do_not_restart, tuple(MODELS), [Kind.POSITION], None),
-    (faults.pixels_of_another_sample, tuple(MODELS), [Kind.PIXELS], None),
-    (faults.swapped_image_features, tuple(MODELS), [Kind.PIXELS], True),
-    (faults.deepstack_rows_misplaced, DEEPSTACK, [Kind.DEEPSTACK], None),
-    (faults.labels_shifted_again, tuple(MODELS), [Kind.LABELS], None),
-    (faults.labels_that_cross_borders, tuple(MODELS), [Kind.LABELS], True),
-    (faults.unweighted_loss, ("qwen3_vl",), [Kind.LABELS], False),
-    (faults.stale_lengths, tuple(MODELS), [Kind.STALE], True),
+PLANTED: list[tuple[Callable[[Any], faults.Forward], tuple[str, ...], list[Leak], bool | None]] = [
+    (faults.no_cu_seqlens_in_the_delta_rule, LINEAR, [Leak.STATE], True),
+    (faults.no_borders_in_the_convolution, LINEAR, [Leak.CONVOLUTION], True),
+    (faults.linear_attention_over_the_pack, LINEAR, [Leak.CONVOLUTION, Leak.STATE], True),
+    (faults.no_cu_seqlens_in_an_opaque_layer, ("qwen3_5",), [Leak.STATE], True),
+    (faults.no_borders_in_an_opaque_layer, ("qwen3_5",), [Leak.CONVOLUTION], True),
+    (faults.attention_over_the_pack, tuple(MODELS), [Leak.ATTENTION], True),
+    (faults.positions_that_do_not_restart, tuple(MODELS), [Leak.POSITION], None),
+    (faults.pixels_of_another_sample, tuple(MODELS), [Leak.PIXELS], None),
+    (faults.swapped_image_features, tuple(MODELS), [Leak.PIXELS], True),
+    (faults.deepstack_rows_misplaced, DEEPSTACK, [Leak.DEEPSTACK], None),
+    (faults.labels_shifted_again, tuple(MODELS), [Leak.LABELS], None),
+    (faults.labels_that_cross_borders, tuple(MODELS), [Leak.LABELS], True),
+    (faults.unweighted_loss, ("qwen3_vl",), [Leak.LABELS], False),
+    (faults.stale_lengths, tuple(MODELS), [Leak.STALE], True),
 ]
 
 
@@ -86,7 +86,7 @@ def test_a_healthy_model_has_no_faults(model_type: str, data: Data) -> None:
     ],
 )
 def test_a_planted_fault_is_named(
-    fault: Callable[[Any], faults.Forward], model_type: str, kinds: list[Kind], crosses: bool | None, data: Data
+    fault: Callable[[Any], faults.Forward], model_type: str, kinds: list[Leak], crosses: bool | None, data: Data
 ) -> None:
     result = checked(model_type, fault, data, gradients=False)
     assert [each.kind for each in result.findings] == kinds, result.findings
@@ -105,7 +105,7 @@ def test_bfloat16_is_compared_with_its_own_error(data: Data) -> None:
 @pytest.mark.parametrize("fault", [faults.no_cu_seqlens_in_the_delta_rule, faults.no_borders_in_the_convolution])
 def test_leaks_are_found_in_bfloat16(fault: Callable[[Any], faults.Forward], data: Data) -> None:
     result = checked("qwen3_5", fault, data, dtype=torch.bfloat16, gradients=False)
-    expected = Kind.STATE if fault is faults.no_cu_seqlens_in_the_delta_rule else Kind.CONVOLUTION
+    expected = Leak.STATE if fault is faults.no_cu_seqlens_in_the_delta_rule else Leak.CONVOLUTION
     assert [each.kind for each in result.findings] == [expected]
 
 
@@ -118,7 +118,7 @@ def test_multi_token_prediction(over_borders: bool, data: Data) -> None:
 
     result = check(build, data("qwen3_vl"))
     assert "multi-token prediction" in {each.part for each in result.comparisons}
-    assert {each.kind for each in result.findings} == ({Kind.MTP} if over_borders else set())
+    assert {each.kind for each in result.findings} == ({Leak.MTP} if over_borders else set())
     if over_borders:
         assert result.findings[0].place == "forward"
 
@@ -135,7 +135,7 @@ def test_a_leak_of_the_backward_pass(data: Data) -> None:
         return Checked(model, forward)
 
     (finding,) = check(build, data("qwen3_vl")).findings
-    assert (finding.kind, finding.phase) == (Kind.ATTENTION, "backward")
+    assert (finding.kind, finding.phase) == (Leak.ATTENTION, "backward")
     assert finding.place == "model.language_model.layers.0.self_attn"
 
 
@@ -160,7 +160,7 @@ def test_a_forward_that_shows_no_modules(data: Data) -> None:
         return Checked(model, faults.attention_over_the_pack(copy.deepcopy(model)))
 
     (finding,) = check(build, data("qwen3_vl"), gradients=False).findings
-    assert (finding.kind, finding.place, finding.crosses) == (Kind.OTHER, "forward", True)
+    assert (finding.kind, finding.place, finding.crosses) == (Leak.OTHER, "forward", True)
     assert "no module shows a difference" in finding.detail
 
 
@@ -176,8 +176,8 @@ class _Cumulated(torch.nn.Module):
         return self.head(torch.cat([each.cumsum(0) / 100 for each in pieces]))
 
 
-@pytest.mark.parametrize(("fault", "kinds"), [("none", []), ("whole", [Kind.OTHER]), ("stale", [Kind.STALE])])
-def test_a_model_that_transformers_does_not_know(fault: str, kinds: list[Kind], data: Data) -> None:
+@pytest.mark.parametrize(("fault", "kinds"), [("none", []), ("whole", [Leak.OTHER]), ("stale", [Leak.STALE])])
+def test_a_model_that_transformers_does_not_know(fault: str, kinds: list[Leak], data: Data) -> None:
     def build() -> Checked:
         torch.manual_seed(0)
         model, kept = _Cumulated(), []

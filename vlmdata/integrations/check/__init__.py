@@ -6,7 +6,7 @@
 
 from vlmdata.integrations.check.check import Result as Result
 from vlmdata.integrations.check.check import check as check
-from vlmdata.integrations.check.diagnose import Finding as Finding
-from vlmdata.integrations.check.diagnose import Kind as Kind
+from vlmdata.integrations.check.diagnose import Diagnosis as Diagnosis
+from vlmdata.integrations.check.diagnose import Leak as Leak
 from vlmdata.integrations.check.own import Checked as Checked
 from vlmdata.integrations.check.packs import check_data as check_data

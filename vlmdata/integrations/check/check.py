@@ -10,7 +10,14 @@ import torch
 
 from vlmdata.errors import UsageError
 from vlmdata.integrations.check.compare import FORWARD, Difference, Forced, Spot, Tolerance
-from vlmdata.integrations.check.diagnose import Finding, Kind, Scene, backward_finding, findings_of, probed_places
+from vlmdata.integrations.check.diagnose import (
+    Diagnosis,
+    Leak,
+    Scene,
+    backward_finding,
+    findings_of,
+    probed_places,
+)
 from vlmdata.integrations.check.outcomes import (
     Whole,
     explained,
@@ -19,9 +26,9 @@ from vlmdata.integrations.check.outcomes import (
     reached_by_tokens,
     scalar_error,
 )
-from vlmdata.integrations.check.own import Checked, Outcome
+from vlmdata.integrations.check.own import Checked, Computed
 from vlmdata.integrations.check.packs import CheckData, SampleBatch
-from vlmdata.integrations.check.record import Place, mixes_tokens
+from vlmdata.integrations.check.record import Site, mixes_tokens
 from vlmdata.integrations.check.run import (
     Alone,
     Bench,
@@ -49,7 +56,7 @@ class Result:
         reference: What computed the samples alone, in words.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Diagnosis, ...]
     comparisons: tuple[Comparison, ...]
     reference: str
 
@@ -60,7 +67,7 @@ class _Compared:
 
     scene: Scene
     differences: Mapping[Spot, Difference]
-    outcome: Outcome
+    outcome: Computed
 
 
 def check(
@@ -109,7 +116,7 @@ class _Check:
 
     def result(self) -> Result:
         """Compares all packs."""
-        findings: list[Finding] = []
+        findings: list[Diagnosis] = []
         compared: list[_Compared] = []
         wholes: list[Whole] = []
         for number, pack in enumerate(self.data.packs):
@@ -200,7 +207,7 @@ class _Check:
         """In low precision, all places that mix tokens: a leak may be smaller than rounding, but noise shows it."""
         if self.dtype == torch.float32:
             return frozenset()
-        names = {name for name, module in bench.model.named_modules() if mixes_tokens(Place(name, module))}
+        names = {name for name, module in bench.model.named_modules() if mixes_tokens(Site(name, module))}
         heard = {name for each in self.alone for name in each.calls if name.rpartition(".")[0] in names}
         return frozenset(names | {name for name in heard if name.rpartition(".")[2] not in _children(bench, name)})
 
@@ -210,7 +217,7 @@ class _Check:
     def _wrong(self, compared: _Compared) -> list[Difference]:
         return [each for spot, each in compared.differences.items() if each.error > self.tolerance.of(spot)]
 
-    def _findings(self, bench: Bench, compared: _Compared) -> list[Finding]:
+    def _findings(self, bench: Bench, compared: _Compared) -> list[Diagnosis]:
         """Faults of the forward pass, module by module, and of the loss."""
         pack = compared.scene.data
         outcomes = [each.outcome for each in self._in_order(pack)]
@@ -221,15 +228,15 @@ class _Check:
         error = scalar_error(compared.outcome, outcomes, pack, self._shares_of(pack))
         allowed = max(self.tolerance.mean, self.tolerance.measured.get(Spot(FORWARD, True, "mean"), 0.0))
         if error > allowed and compared.outcome.losses.ndim == 0:
-            found.append(Finding(Kind.LABELS, FORWARD, "output loss", "forward", error, allowed))
+            found.append(Diagnosis(Leak.LABELS, FORWARD, "output loss", "forward", error, allowed))
         for number, each in enumerate(found):
-            if each.kind is Kind.LABELS and each.place == FORWARD:
+            if each.kind is Leak.LABELS and each.place == FORWARD:
                 crosses, words = explained(compared.outcome, outcomes, pack)
                 if words:
                     found[number] = replace(each, crosses=crosses, evidence=words)
         return found
 
-    def _hidden(self, pack: SampleBatch, compared: _Compared, whole: Whole) -> list[Finding]:
+    def _hidden(self, pack: SampleBatch, compared: _Compared, whole: Whole) -> list[Diagnosis]:
         """Faults that no module shows: those of the backward pass, and of forward passes that show no modules."""
         for name, error in whole.outputs.items():
             allowed = max(self.tolerance.whole, self.tolerance.measured.get(Spot(FORWARD, True, name), 0.0))
@@ -238,7 +245,9 @@ class _Check:
                 evidence = "" if crosses is None else "other text in one sample changes another" if crosses else ""
                 detail = f"output {name}; no module shows a difference"
                 return [
-                    Finding(Kind.OTHER, FORWARD, detail, "forward", error, allowed, crosses=crosses, evidence=evidence)
+                    Diagnosis(
+                        Leak.OTHER, FORWARD, detail, "forward", error, allowed, crosses=crosses, evidence=evidence
+                    )
                 ]
         wrong = {
             name: (error, allowed)
@@ -258,14 +267,14 @@ class _Check:
         except ForwardError:
             return False
 
-    def _of_error(self, pack: SampleBatch, number: int, error: ForwardError) -> Finding:
+    def _of_error(self, pack: SampleBatch, number: int, error: ForwardError) -> Diagnosis:
         """A fault, if the pack can be computed before any other; else an error of the user's."""
         if not self._is_right_when_first(pack):
             keys = ", ".join(pack.batch.sample_keys)
             raise UsageError(f"check-model: the pack of samples {keys} cannot be computed: {error}") from error
-        return _stale(Finding(Kind.STALE, FORWARD, str(error), "forward", float("inf"), 0.0), number)
+        return _stale(Diagnosis(Leak.STALE, FORWARD, str(error), "forward", float("inf"), 0.0), number)
 
-    def _repeated(self) -> list[Finding]:
+    def _repeated(self) -> list[Diagnosis]:
         """Computes the first sample again: the reference is the forward under test, which may keep something."""
         sample, reference = self.data.alone[0], self.alone[0]
         forced = Forced(sample, [reference.calls], ends=self._ends())
@@ -299,10 +308,10 @@ def compared_differences(compared: Sequence[_Compared]) -> list[tuple[Difference
     return [(each, one.scene) for one in compared for each in one.differences.values()]
 
 
-def _stale(finding: Finding, calls: int) -> Finding:
+def _stale(finding: Diagnosis, calls: int) -> Diagnosis:
     return replace(
         finding,
-        kind=Kind.STALE,
+        kind=Leak.STALE,
         crosses=True,
         evidence=f"pack {calls + 1} is right in a new model, and wrong after other calls",
     )

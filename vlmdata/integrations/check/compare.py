@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 
-from vlmdata.integrations.check.own import Outcome
+from vlmdata.integrations.check.own import Computed
 from vlmdata.integrations.check.packs import SampleBatch
 from vlmdata.integrations.check.probe import Influence, probe
-from vlmdata.integrations.check.record import Call, Place, Tensors, inputs_of, named_arguments, replaced, tensors_of
+from vlmdata.integrations.check.record import (
+    RecordedCall,
+    Site,
+    Tensors,
+    inputs_of,
+    named_arguments,
+    replaced,
+    tensors_of,
+)
 
-type Calls = Mapping[str, list[Call]]
+type Calls = Mapping[str, list[RecordedCall]]
 
 #: Rows are compared relative to their own size, or to this share of the median row's where they are smaller.
 _LEAST_SHARE = 0.1
@@ -105,11 +113,11 @@ class Forced:
         self.data, self._alone, self._probed, self._ends = data, alone, probed, ends
         self.differences: dict[Spot, Difference] = {}
         self.influences: dict[str, Influence] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, Site] = {}
         self._callers: list[str] = []
         self._passive = False
 
-    def call(self, place: Place, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, place: Site, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compares and replaces inputs and outputs of a call."""
         if self._passive:
             return compute(*args, **kwargs)
@@ -128,14 +136,14 @@ class Forced:
                 self.influences[place.name] = found
         return replaced(output, self._right(place, False))
 
-    def finish(self, outcome: Outcome, alone: Sequence[Outcome]) -> None:
+    def finish(self, outcome: Computed, alone: Sequence[Computed]) -> None:
         """Compares what the forward pass returned; a loss that is a scalar is compared by the caller."""
-        theirs = [Call({}, tensors_of_outcome(each)) for each in alone]
+        theirs = [RecordedCall({}, tensors_of_outcome(each)) for each in alone]
         for path, value in tensors_of_outcome(outcome).items():
             self._compare(Spot(FORWARD, False, path), value, [[each] for each in theirs])
 
     def _probe(
-        self, place: Place, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, place: Site, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Influence | None:
         calls = self._calls_of(place.name)
         given = inputs_of(place.module, args, kwargs, bool(place.function))
@@ -144,10 +152,10 @@ class Forced:
         into, out = ({path: axis for path, (axis, of) in each.items() if of == unit} for each in found)
         return probe(place, compute, args, kwargs, self.data, unit, into, out) if into and out else None
 
-    def _calls_of(self, name: str) -> list[list[Call]]:
+    def _calls_of(self, name: str) -> list[list[RecordedCall]]:
         return [each.get(name, []) for each in self._alone]
 
-    def _right(self, place: Place, given: bool) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def _right(self, place: Site, given: bool) -> Callable[[str, torch.Tensor], torch.Tensor]:
         calls = self._calls_of(place.name)
 
         def right(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -155,7 +163,7 @@ class Forced:
 
         return right
 
-    def _compare(self, spot: Spot, tensor: torch.Tensor, calls: Sequence[list[Call]]) -> torch.Tensor:
+    def _compare(self, spot: Spot, tensor: torch.Tensor, calls: Sequence[list[RecordedCall]]) -> torch.Tensor:
         expected = stitched(tensor, spot, calls, self.data)
         if expected is None:
             return tensor
@@ -203,7 +211,7 @@ def _numbers(row: torch.Tensor) -> str:
     return ", ".join(str(each) for each in (numbers[:1] if len(set(numbers)) == 1 else numbers))
 
 
-def tensors_of_outcome(outcome: Outcome) -> Tensors:
+def tensors_of_outcome(outcome: Computed) -> Tensors:
     """The tensors of an outcome that have rows, by name."""
     found: Tensors = {} if outcome.logits is None else {"logits": outcome.logits}
     if outcome.losses.ndim:
@@ -216,7 +224,9 @@ def is_compared(spot: Spot, tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or (spot.given and not any(part in spot.place for part in ("mlp", "experts")))
 
 
-def stitched(tensor: torch.Tensor, spot: Spot, calls: Sequence[list[Call]], data: SampleBatch) -> Expected | None:
+def stitched(
+    tensor: torch.Tensor, spot: Spot, calls: Sequence[list[RecordedCall]], data: SampleBatch
+) -> Expected | None:
     """Stitches what a tensor of a pack should be from those of its samples alone.
 
     Returns:
@@ -239,7 +249,7 @@ def stitched(tensor: torch.Tensor, spot: Spot, calls: Sequence[list[Call]], data
 
 
 def _axes(
-    tensors: Tensors, given: bool, place: Place, calls: Sequence[list[Call]], data: SampleBatch
+    tensors: Tensors, given: bool, place: Site, calls: Sequence[list[RecordedCall]], data: SampleBatch
 ) -> dict[str, tuple[int, str]]:
     """The axis of tokens or patches of each tensor that has one, by path, and which of them it is."""
     found = {}

@@ -11,10 +11,10 @@ import torch
 from vlmdata.integrations.check.compare import FORWARD, Difference, Spot, Tolerance
 from vlmdata.integrations.check.packs import SampleBatch
 from vlmdata.integrations.check.probe import Influence
-from vlmdata.integrations.check.record import CONVOLUTION, Place, is_linear_attention, mixes_tokens
+from vlmdata.integrations.check.record import CONVOLUTION, Site, is_linear_attention, mixes_tokens
 
 
-class Kind(StrEnum):
+class Leak(StrEnum):
     """What is wrong."""
 
     STATE = "state"
@@ -31,32 +31,32 @@ class Kind(StrEnum):
 
 
 #: Usual cause of each kind, and what to do.
-REMEDIES: Mapping[Kind, str] = {
-    Kind.STATE: "The delta rule starts without cu_seqlens, so the state of a sample runs on into the next. Pass "
+REMEDIES: Mapping[Leak, str] = {
+    Leak.STATE: "The delta rule starts without cu_seqlens, so the state of a sample runs on into the next. Pass "
     "batch.cu_seqlens_padded to the kernel, or call it once per sample.",
-    Kind.CONVOLUTION: "The short convolution ignores the borders of samples. Give it seq_idx or cu_seqlens, put "
+    Leak.CONVOLUTION: "The short convolution ignores the borders of samples. Give it seq_idx or cu_seqlens, put "
     "zeros between samples, or call it once per sample.",
-    Kind.ATTENTION: "Attention sees the whole pack. Pass batch.cu_seqlens_padded to a flash attention, or a "
+    Leak.ATTENTION: "Attention sees the whole pack. Pass batch.cu_seqlens_padded to a flash attention, or a "
     "block-diagonal causal mask to another.",
-    Kind.POSITION: "The rotary positions are not those of the sample alone. Pass batch.position_ids unmodified; they "
+    Leak.POSITION: "The rotary positions are not those of the sample alone. Pass batch.position_ids unmodified; they "
     "start at 0 in each sample.",
-    Kind.PIXELS: "Image tokens hold the features of other pixels. Pass pixel_values and image_grid_thw in the order of "
+    Leak.PIXELS: "Image tokens hold the features of other pixels. Pass pixel_values and image_grid_thw in the order of "
     "the batch, and put the features at the image tokens in that order.",
-    Kind.DEEPSTACK: "The deepstack features are added to other rows than their image tokens. Use the mask of the "
+    Leak.DEEPSTACK: "The deepstack features are added to other rows than their image tokens. Use the mask of the "
     "image tokens of this pack, and features in the order of the batch.",
-    Kind.TOKENS: "The model embeds other tokens than those of the batch. Pass batch.input_ids unmodified.",
-    Kind.LABELS: "The loss has other targets or weights than the samples. batch.labels is already shifted: compare "
+    Leak.TOKENS: "The model embeds other tokens than those of the batch. Pass batch.input_ids unmodified.",
+    Leak.LABELS: "The loss has other targets or weights than the samples. batch.labels is already shifted: compare "
     "token i's logits with label i, and weigh by batch.loss_weights.",
-    Kind.MTP: "Multi-token prediction reaches over the border of a sample. Shift tokens and labels within each "
+    Leak.MTP: "Multi-token prediction reaches over the border of a sample. Shift tokens and labels within each "
     "sample, and take no loss of its last tokens.",
-    Kind.STALE: "The forward pass used something that an earlier call left behind, such as the lengths of another "
+    Leak.STALE: "The forward pass used something that an earlier call left behind, such as the lengths of another "
     "pack. Compute it from the batch of each call.",
-    Kind.OTHER: "A module computes something else in a pack than alone. Look at the code of the named place.",
+    Leak.OTHER: "A module computes something else in a pack than alone. Look at the code of the named place.",
 }
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """A fault of the model with packs.
 
     Attributes:
@@ -75,7 +75,7 @@ class Finding:
         evidence: How that was found out, in words.
     """
 
-    kind: Kind
+    kind: Leak
     place: str
     detail: str
     phase: str
@@ -106,7 +106,7 @@ class Scene:
     """
 
     data: SampleBatch
-    places: Mapping[str, Place]
+    places: Mapping[str, Site]
     influences: Mapping[str, Influence]
 
 
@@ -116,67 +116,67 @@ def owner_of(difference: Difference) -> str:
     return difference.caller if spot.given else spot.place
 
 
-def kind_of(difference: Difference, scene: Scene, tolerance: Tolerance) -> Kind:
+def kind_of(difference: Difference, scene: Scene, tolerance: Tolerance) -> Leak:
     """Names the kind of a difference."""
     spot, unit = difference.spot, difference.unit
     place = scene.places.get(spot.place)
     if place is None:  # what the forward pass returned
-        by_path = {"loss": Kind.LABELS, "logits": Kind.OTHER}
-        return by_path.get(spot.path, Kind.MTP)
+        by_path = {"loss": Leak.LABELS, "logits": Leak.OTHER}
+        return by_path.get(spot.path, Leak.MTP)
     if place.function:
         return _by_function(place.function)
     if "mtp" in spot.place:
-        return Kind.MTP
+        return Leak.MTP
     for found in (_by_path(spot.path, spot.given, unit), _by_module(place.module, spot.given, spot.place)):
         if found is not None:
             return found
     wrong = difference.rows > tolerance.of(spot)
     images = wrong & _image_rows(scene.data, unit)
     if spot.path == "inputs_embeds":
-        return Kind.PIXELS if bool(images.any()) else Kind.TOKENS
+        return Leak.PIXELS if bool(images.any()) else Leak.TOKENS
     return _by_owner(owner_of(difference), scene, bool(images.any()), bool(images.any()) and torch.equal(images, wrong))
 
 
-def _by_path(path: str, given: bool, unit: str) -> Kind | None:
+def _by_path(path: str, given: bool, unit: str) -> Leak | None:
     if unit == "target":
-        return Kind.LABELS
+        return Leak.LABELS
     if not given:
         return None
     if "deepstack" in path or path == "visual_pos_masks":
-        return Kind.DEEPSTACK
+        return Leak.DEEPSTACK
     if "position_ids" in path or "position_embeddings" in path:
-        return Kind.POSITION
+        return Leak.POSITION
     return None
 
 
-def _by_module(module: torch.nn.Module, given: bool, name: str) -> Kind | None:
+def _by_module(module: torch.nn.Module, given: bool, name: str) -> Leak | None:
     kind = type(module).__name__
     if "Rotary" in kind:
-        return Kind.POSITION
+        return Leak.POSITION
     if given and name.rpartition(".")[2] in ("visual", "vision_model", "patch_embed"):
-        return Kind.PIXELS
+        return Leak.PIXELS
     if given and isinstance(module, torch.nn.Embedding):
-        return Kind.PIXELS if _is_vision(name) else Kind.TOKENS
+        return Leak.PIXELS if _is_vision(name) else Leak.TOKENS
     return None
 
 
-def _by_owner(owner: str, scene: Scene, at_images: bool, only_images: bool) -> Kind:
+def _by_owner(owner: str, scene: Scene, at_images: bool, only_images: bool) -> Leak:
     """Names the kind of a wrong tensor by the module whose code made it, and by whether rows of images are wrong."""
     place = scene.places.get(owner)
     if place is None:
-        return Kind.PIXELS if only_images else Kind.OTHER
+        return Leak.PIXELS if only_images else Leak.OTHER
     kind = type(place.module).__name__
     if is_linear_attention(place.module):
         influence = scene.influences.get(owner)
         only_near = influence is not None and influence.near and not influence.far
-        return Kind.CONVOLUTION if only_near else Kind.STATE
+        return Leak.CONVOLUTION if only_near else Leak.STATE
     if "Attention" in kind:
-        return Kind.ATTENTION
+        return Leak.ATTENTION
     if _is_vision(owner):
-        return Kind.PIXELS
+        return Leak.PIXELS
     if at_images and hasattr(place.module, "layers"):
-        return Kind.DEEPSTACK
-    return Kind.OTHER
+        return Leak.DEEPSTACK
+    return Leak.OTHER
 
 
 def _is_vision(name: str) -> bool:
@@ -189,7 +189,7 @@ def _image_rows(data: SampleBatch, unit: str) -> torch.Tensor:
     return torch.full((data.totals[unit],), unit in ("patch", "merged", "image"))
 
 
-def probed_places(differences: Sequence[Difference], places: Mapping[str, Place]) -> frozenset[str]:
+def probed_places(differences: Sequence[Difference], places: Mapping[str, Site]) -> frozenset[str]:
     """Places of which to find out how far samples reach into others: wrong ones that mix tokens, of attention one."""
     found: dict[str, None] = {}
     attention = ""
@@ -203,40 +203,40 @@ def probed_places(differences: Sequence[Difference], places: Mapping[str, Place]
     return frozenset(found)
 
 
-def findings_of(differences: Sequence[Difference], scene: Scene, tolerance: Tolerance) -> list[Finding]:
+def findings_of(differences: Sequence[Difference], scene: Scene, tolerance: Tolerance) -> list[Diagnosis]:
     """Groups the differences of a pack by kind, in order of the first of each."""
-    groups: dict[Kind, list[Difference]] = {}
+    groups: dict[Leak, list[Difference]] = {}
     for difference in sorted(differences, key=lambda each: each.order):
         groups.setdefault(kind_of(difference, scene, tolerance), []).append(difference)
     found = [_finding(kind, group, scene, tolerance) for kind, group in groups.items()]
     return found + [each for each in _reaching(scene) if each.kind not in groups]
 
 
-def _reaching(scene: Scene) -> list[Finding]:
+def _reaching(scene: Scene) -> list[Diagnosis]:
     """Faults of places through which samples reach others by less than the tolerance."""
     reaching = {name: each for name, each in scene.influences.items() if each.crosses}
-    found: dict[Kind, Finding] = {}
+    found: dict[Leak, Diagnosis] = {}
     for name in sorted(reaching, key=list(scene.places).index):
         place, influence = scene.places[name], reaching[name]
         if not place.function and any(other.startswith(f"{name}.") for other in scene.influences):
             continue  # one of its functions is the place
         kind = _by_function(place.function) if place.function else _by_owner(name, scene, False, False)
         places = found[kind].places + 1 if kind in found else 1
-        first = found.get(kind) or Finding(kind, name, "its output", "forward", influence.largest, 0.0)
+        first = found.get(kind) or Diagnosis(kind, name, "its output", "forward", influence.largest, 0.0)
         found[kind] = replace(first, places=places, crosses=True, evidence=first.evidence or _reach_words(influence))
     return list(found.values())
 
 
-def _by_function(name: str) -> Kind:
-    return Kind.CONVOLUTION if CONVOLUTION.search(name) else Kind.STATE
+def _by_function(name: str) -> Leak:
+    return Leak.CONVOLUTION if CONVOLUTION.search(name) else Leak.STATE
 
 
-def _finding(kind: Kind, group: Sequence[Difference], scene: Scene, tolerance: Tolerance) -> Finding:
+def _finding(kind: Leak, group: Sequence[Difference], scene: Scene, tolerance: Tolerance) -> Diagnosis:
     first = group[0]
     spot, owner = first.spot, owner_of(first)
     crosses, evidence = _evidence(first, scene, tolerance)
     allowed = tolerance.of(spot)
-    return Finding(
+    return Diagnosis(
         kind=kind,
         place=owner or "forward",
         detail=_words(spot),
@@ -283,7 +283,7 @@ def _reach_words(influence: Influence) -> str:
     return f"noise in {part}sample {one} changes sample {other}"
 
 
-def backward_finding(wrong: Mapping[str, tuple[float, float]], parameters: Collection[str], scene: Scene) -> Finding:
+def backward_finding(wrong: Mapping[str, tuple[float, float]], parameters: Collection[str], scene: Scene) -> Diagnosis:
     """Names the first fault of a backward pass whose forward pass is right.
 
     Args:
@@ -304,9 +304,9 @@ def backward_finding(wrong: Mapping[str, tuple[float, float]], parameters: Colle
     place = last.rpartition(".")[0]
     if when(last) == max(map(when, parameters)):
         detail = f"gradient of {last}, the last in the forward pass"
-        return Finding(Kind.LABELS, FORWARD, detail, "backward", error, allowed, places=len(wrong))
+        return Diagnosis(Leak.LABELS, FORWARD, detail, "backward", error, allowed, places=len(wrong))
     owner = place
     while owner and not mixes_tokens(scene.places.get(owner)):
         owner = owner.rpartition(".")[0]
-    kind = _by_owner(owner, scene, False, False) if owner else Kind.OTHER
-    return Finding(kind, owner or place, f"gradient of {last}", "backward", error, allowed, places=len(wrong))
+    kind = _by_owner(owner, scene, False, False) if owner else Leak.OTHER
+    return Diagnosis(kind, owner or place, f"gradient of {last}", "backward", error, allowed, places=len(wrong))

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from vlmdata.batch import IGNORE_INDEX
-from vlmdata.integrations.check.own import Outcome
+from vlmdata.integrations.check.own import Computed
 from vlmdata.integrations.check.packs import SampleBatch
 from vlmdata.integrations.check.run import Bench, Gradients
 
@@ -31,7 +31,7 @@ class Whole:
 
 
 def output_errors(
-    outcome: Outcome, alone: Sequence[Outcome], data: SampleBatch, shares: Sequence[float]
+    outcome: Computed, alone: Sequence[Computed], data: SampleBatch, shares: Sequence[float]
 ) -> dict[str, float]:
     """Relative errors of what a forward pass returned.
 
@@ -51,7 +51,7 @@ def output_errors(
     return errors
 
 
-def _pairs(outcome: Outcome, alone: Sequence[Outcome]) -> dict[str, tuple[torch.Tensor, list[torch.Tensor], str]]:
+def _pairs(outcome: Computed, alone: Sequence[Computed]) -> dict[str, tuple[torch.Tensor, list[torch.Tensor], str]]:
     pairs: dict[str, tuple[torch.Tensor, list[torch.Tensor], str]] = {}
     if outcome.logits is not None and (logits := [each.logits for each in alone if each.logits is not None]):
         pairs["logits"] = (outcome.logits, logits, "target")
@@ -70,19 +70,19 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def scalar_error(outcome: Outcome, alone: Sequence[Outcome], data: SampleBatch, shares: Sequence[float]) -> float:
+def scalar_error(outcome: Computed, alone: Sequence[Computed], data: SampleBatch, shares: Sequence[float]) -> float:
     """Relative error of the weighted mean loss of a pack."""
     wanted = expected_mean(alone, data, shares)
     found = float(outcome.losses) if outcome.losses.ndim == 0 else wanted
     return abs(found - wanted) / max(abs(wanted), 1e-12)
 
 
-def expected_mean(alone: Sequence[Outcome], data: SampleBatch, shares: Sequence[float]) -> float:
+def expected_mean(alone: Sequence[Computed], data: SampleBatch, shares: Sequence[float]) -> float:
     """The weighted mean loss of a pack, from those of its samples."""
     return sum(share * mean for share, mean in zip(shares, _means(alone, data), strict=True))
 
 
-def _means(alone: Sequence[Outcome], data: SampleBatch) -> Iterator[float]:
+def _means(alone: Sequence[Computed], data: SampleBatch) -> Iterator[float]:
     assert data.batch.loss_weights is not None
     for each, rows in zip(alone, data.rows, strict=True):
         begin, end = rows.spans["token"]
@@ -91,7 +91,7 @@ def _means(alone: Sequence[Outcome], data: SampleBatch) -> Iterator[float]:
         yield float(per_token)
 
 
-def explained(outcome: Outcome, alone: Sequence[Outcome], data: SampleBatch) -> tuple[bool | None, str]:
+def explained(outcome: Computed, alone: Sequence[Computed], data: SampleBatch) -> tuple[bool | None, str]:
     """Looks for a usual fault that gives just this loss.
 
     Returns:

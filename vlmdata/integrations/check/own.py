@@ -36,7 +36,7 @@ class Checked:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class Computed:
     """What a forward pass computed of a batch, in one form.
 
     Attributes:
@@ -51,15 +51,15 @@ class Outcome:
     mtp: tuple[torch.Tensor, ...] = ()
     full: torch.Tensor | None = None
 
-    def detached(self) -> Outcome:
+    def detached(self) -> Computed:
         """The same numbers, without what computes gradients."""
         parts = (self.losses.detach(), None if self.logits is None else self.logits.detach())
         full = None if self.full is None else self.full.detach()
-        return Outcome(*parts, tuple(each.detach() for each in self.mtp), full)
+        return Computed(*parts, tuple(each.detach() for each in self.mtp), full)
 
-    def averaged(self, batch: PackedBatch) -> Outcome:
+    def averaged(self, batch: PackedBatch) -> Computed:
         """The same with the weighted mean loss alone."""
-        return Outcome(Outcome(self.losses, None).objective(batch), None)
+        return Computed(Computed(self.losses, None).objective(batch), None)
 
     def objective(self, batch: PackedBatch) -> torch.Tensor:
         """The weighted mean loss of the batch plus that of each depth: float32 ()."""
@@ -87,7 +87,7 @@ def token_losses(logits: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     return losses.index_copy(0, targets, cross_entropy(logits.float(), labels, reduction="none"))
 
 
-def outcome_of(found: Any, batch: PackedBatch) -> Outcome:
+def outcome_of(found: Any, batch: PackedBatch) -> Computed:
     """Brings what a forward pass returned into one form.
 
     Raises:
@@ -117,7 +117,7 @@ def outcome_of(found: Any, batch: PackedBatch) -> Outcome:
     if loss is None:
         assert logits is not None
         loss = token_losses(logits, batch)
-    return Outcome(
+    return Computed(
         _per_token(loss, total, "loss") if loss.numel() > 1 or total == 1 else loss.float().reshape(()),
         logits,
         tuple(_per_token(each, total, "mtp_losses") for each in (mtp if mtp is not None else ())),

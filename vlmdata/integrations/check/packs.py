@@ -24,7 +24,7 @@ _ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleSpans:
     """The rows of one sample in the tensors of a pack, for each thing that a tensor may have one row of.
 
     Attributes:
@@ -54,7 +54,7 @@ class SampleBatch:
 
     batch: PackedBatch
     samples: tuple[int, ...]
-    rows: tuple[Rows, ...]
+    rows: tuple[SampleSpans, ...]
     totals: dict[str, int]
 
     @property
@@ -182,7 +182,9 @@ def _image_starts(sample: Sample, image: int, patches_per_token: int) -> list[in
     return [int(places[first]) for first in (np.cumsum(sizes) - sizes).tolist()]
 
 
-def _rows(batch: PackedBatch, samples: Sequence[Sample], starts: list[int]) -> tuple[tuple[Rows, ...], dict[str, int]]:
+def _rows(
+    batch: PackedBatch, samples: Sequence[Sample], starts: list[int]
+) -> tuple[tuple[SampleSpans, ...], dict[str, int]]:
     assert batch.labels is not None
     totals = dict.fromkeys(("token", "patch", "merged", "image", "target"), 0)
     found = []
@@ -196,6 +198,6 @@ def _rows(batch: PackedBatch, samples: Sequence[Sample], starts: list[int]) -> t
         }
         spans = {"token": (start, start + sample.length)}
         spans |= {name: (totals[name], totals[name] + count) for name, count in counts.items()}
-        found.append(Rows(sample.key, spans))
+        found.append(SampleSpans(sample.key, spans))
         totals |= {name: totals[name] + count for name, count in counts.items()}
     return tuple(found), totals | {"token": batch.total_tokens}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from vlmdata.integrations.check.packs import Rows, SampleBatch
-from vlmdata.integrations.check.record import Place, Tensors, named_arguments, replaced, tensors_of
+from vlmdata.integrations.check.packs import SampleBatch, SampleSpans
+from vlmdata.integrations.check.record import Site, Tensors, named_arguments, replaced, tensors_of
 
 #: A change of an output row above this share of its size is an influence. The inputs of a sample change by about 1.
 _SEEN = 1e-6
@@ -39,7 +39,7 @@ class Influence:
 
 
 def probe(
-    place: Place,
+    place: Site,
     compute: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -70,7 +70,7 @@ def probe(
         named = {name: replaced(value, noisy, name) for name, value in kwargs.items()}
         return {path: each for path, each in tensors_of(compute(*given, **named)).items() if path in out}
 
-    def change(after: Tensors, rows: Rows) -> float:
+    def change(after: Tensors, rows: SampleSpans) -> float:
         return max(_change(before[path], after[path], out[path], *rows.spans[unit]) for path in before)
 
     before, again = outputs(0, 0), outputs(0, 0)

@@ -27,7 +27,7 @@ type Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Site:
     """A module of the model, or a function that it calls.
 
     Attributes:
@@ -44,14 +44,14 @@ class Place:
 class Listener(Protocol):
     """Stands between a module and its caller."""
 
-    def call(self, place: Place, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, place: Site, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the caller gets; ``compute(*args, **kwargs)`` is the call."""
 
 
 @contextmanager
 def listening(model: torch.nn.Module, listener: Listener) -> Iterator[None]:
     """Tells a listener of the calls in a model, until the context ends. For one thread."""
-    places = {id(module): Place(name, module) for name, module in model.named_modules() if name}
+    places = {id(module): Site(name, module) for name, module in model.named_modules() if name}
     original = torch.nn.Module.__call__
 
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def is_linear_attention(module: torch.nn.Module) -> bool:
     return any("DeltaNet" in each.__name__ for each in type(module).__mro__)
 
 
-def mixes_tokens(place: Place | None) -> bool:
+def mixes_tokens(place: Site | None) -> bool:
     """Whether a place is one where tokens reach each other: attention, or a part of linear attention."""
     return place is not None and (is_linear_attention(place.module) or "Attention" in type(place.module).__name__)
 
@@ -95,9 +95,9 @@ class _Caller:
 
     def __init__(self, listener: Listener):
         self.listener = listener
-        self.current: Place | None = None
+        self.current: Site | None = None
 
-    def following(self, call: Callable[..., Any], places: Mapping[int, Place]) -> Callable[..., Any]:
+    def following(self, call: Callable[..., Any], places: Mapping[int, Site]) -> Callable[..., Any]:
         def follow(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             place = places.get(id(module))
             if place is None or not is_linear_attention(module):
@@ -121,7 +121,7 @@ class _Heard:
         layer = self._caller.current
         if layer is None:
             return self._function(*args, **kwargs)
-        place = Place(f"{layer.name}.{self._name}", layer.module, self._name)
+        place = Site(f"{layer.name}.{self._name}", layer.module, self._name)
         return self._caller.listener.call(place, self._function, args, kwargs)
 
     def __hash__(self) -> int:
@@ -148,7 +148,7 @@ def _mixing_functions(layer: torch.nn.Module) -> list[tuple[dict[str, Any], str]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RecordedCall:
     """Tensors of a call by path, such as ``hidden_states`` or ``0.1``; copies."""
 
     inputs: Tensors
@@ -163,14 +163,14 @@ class Record:
     """
 
     def __init__(self) -> None:
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[RecordedCall]] = {}
         self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def call(self, place: Place, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, place: Site, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call."""
         inputs = self._copied(inputs_of(place.module, args, kwargs, plain=bool(place.function)))
         output = compute(*args, **kwargs)
-        self.calls.setdefault(place.name, []).append(Call(inputs, self._copied(tensors_of(output))))
+        self.calls.setdefault(place.name, []).append(RecordedCall(inputs, self._copied(tensors_of(output))))
         return output
 
     def _copied(self, tensors: Tensors) -> Tensors:
@@ -183,7 +183,7 @@ class Record:
             self._copies[key] = (tensor, tensor.detach().clone())  # holds the tensor, so that its id stays its own
         return self._copies[key][1]
 
-    def finish(self) -> dict[str, list[Call]]:
+    def finish(self) -> dict[str, list[RecordedCall]]:
         """Returns the calls, and gives up the tensors that were copied."""
         self._copies = {}
         return self.calls

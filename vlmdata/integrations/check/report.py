@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmdata.integrations.check.check import Result
-from vlmdata.integrations.check.diagnose import Finding
+from vlmdata.integrations.check.diagnose import Diagnosis
 from vlmdata.wording import counted
 
 
@@ -75,7 +75,7 @@ def headline(subject: Subject, result: Result) -> list[str]:
     ]
 
 
-def finding_lines(finding: Finding) -> list[str]:
+def finding_lines(finding: Diagnosis) -> list[str]:
     """A fault, in lines: kind and place, numbers, evidence, remedy."""
     places = f" and {counted(finding.places - 1, 'other place')}" if finding.places > 1 else ""
     where = f"{finding.place}{places}" if finding.phase == "forward" else f"{finding.place}, backward"

@@ -11,9 +11,9 @@ import torch
 
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import UsageError, VlmdataError
-from vlmdata.integrations.check.own import Checked, Outcome, outcome_of, targets_of
+from vlmdata.integrations.check.own import Checked, Computed, outcome_of, targets_of
 from vlmdata.integrations.check.packs import SampleBatch
-from vlmdata.integrations.check.record import Call, Listener, Record, listening
+from vlmdata.integrations.check.record import Listener, Record, RecordedCall, listening
 from vlmdata.integrations.transformers import conditional_model
 
 type Gradients = dict[str, torch.Tensor]
@@ -28,8 +28,8 @@ class Alone:
         outcome: What the forward pass returned.
     """
 
-    calls: Mapping[str, list[Call]]
-    outcome: Outcome
+    calls: Mapping[str, list[RecordedCall]]
+    outcome: Computed
 
 
 class ForwardError(Exception):
@@ -57,7 +57,7 @@ class Bench:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
 
-    def pack(self, data: SampleBatch, listener: Listener | None = None) -> Outcome:
+    def pack(self, data: SampleBatch, listener: Listener | None = None) -> Computed:
         """Computes a pack by the forward under test.
 
         Raises:
@@ -65,7 +65,7 @@ class Bench:
         """
         return self._run(self.checked.forward, data, listener)
 
-    def alone(self, data: SampleBatch, listener: Listener | None = None) -> Outcome:
+    def alone(self, data: SampleBatch, listener: Listener | None = None) -> Computed:
         """Computes a sample alone, by the reference."""
         if not self.plain:
             return self._run(self.checked.alone or self.checked.forward, data, listener)
@@ -83,7 +83,7 @@ class Bench:
             own = Record()
             theirs = self.pack(data, own)
             calls = own.finish() | calls
-            outcome = Outcome(outcome.losses, outcome.logits, theirs.mtp, outcome.full)
+            outcome = Computed(outcome.losses, outcome.logits, theirs.mtp, outcome.full)
         return Alone(calls, outcome)
 
     def gradients(self) -> Gradients:
@@ -95,7 +95,7 @@ class Bench:
                 parameter.grad = None
         return found
 
-    def _run(self, forward: Callable[[PackedBatch], Any], data: SampleBatch, listener: Listener | None) -> Outcome:
+    def _run(self, forward: Callable[[PackedBatch], Any], data: SampleBatch, listener: Listener | None) -> Computed:
         batch = data.batch.to(self.device)
         try:
             if listener is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vlmdata.integrations.check.compare import FORWARD, Difference, Spot, Tolerance
-from vlmdata.integrations.check.diagnose import Kind, Scene, kind_of
+from vlmdata.integrations.check.diagnose import Leak, Scene, kind_of
 from vlmdata.integrations.check.outcomes import Whole
 
 #: The parts of a report, in its order. Modules of kind ``other`` are norms, projections, experts.
@@ -24,15 +24,15 @@ PARTS = (
     "gradients",
 )
 _PART_OF = {
-    Kind.TOKENS: "tokens",
-    Kind.PIXELS: "images",
-    Kind.DEEPSTACK: "deepstack",
-    Kind.POSITION: "positions",
-    Kind.ATTENTION: "attention",
-    Kind.STATE: "linear attention",
-    Kind.CONVOLUTION: "linear attention",
-    Kind.LABELS: "loss",
-    Kind.MTP: "multi-token prediction",
+    Leak.TOKENS: "tokens",
+    Leak.PIXELS: "images",
+    Leak.DEEPSTACK: "deepstack",
+    Leak.POSITION: "positions",
+    Leak.ATTENTION: "attention",
+    Leak.STATE: "linear attention",
+    Leak.CONVOLUTION: "linear attention",
+    Leak.LABELS: "loss",
+    Leak.MTP: "multi-token prediction",
 }
 
 
