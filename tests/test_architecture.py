@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
@@ -106,6 +107,16 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         graph[name] = (modules & files.keys()) - {name}
     assert sum(map(len, graph.values())) > 1000
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    places = defaultdict(list)
+    for name, tree in files_of_ours().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert len(places) > 400
+    assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
 def test_commands_are_found_by_entry_point() -> None:

@@ -57,7 +57,7 @@ class SampleRows:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageRows:
+class ItemRows:
     """The N items of a pack, images and videos, in pack order. Messages call both images."""
 
     sample: IntArray  # (N,), number in the pack of each image's sample
@@ -102,7 +102,7 @@ class IndexedPack:
 
     number: int  # within the epoch, -1 for an empty pack
     samples: SampleRows
-    images: ImageRows
+    images: ItemRows
     cu_seqlens: IntArray  # (segments + 1,), running sum of true lengths
     cu_seqlens_padded: IntArray  # (segments + 1,), start of each segment
     pad_id: int  # token id of padding
@@ -171,7 +171,7 @@ def indexed_pack(plan: EpochPlan, number: int, datasets: Sequence[VlmDataset]) -
     )
 
 
-def _rows(pack: Pack, datasets: Sequence[VlmDataset], begins: IntArray) -> tuple[SampleRows, ImageRows]:
+def _rows(pack: Pack, datasets: Sequence[VlmDataset], begins: IntArray) -> tuple[SampleRows, ItemRows]:
     """Looks the samples up in the indices, one dataset at a time."""
     dataset = pack.dataset.astype(np.int64)
     # Packs are in storage order, so each dataset's samples are adjacent.
@@ -188,7 +188,7 @@ def _rows(pack: Pack, datasets: Sequence[VlmDataset], begins: IntArray) -> tuple
     images = _joined(of_images)
     images |= {"grids": np.ascontiguousarray(images["grids"].T)}
     images |= {name: tuple(images[name].tolist()) for name in ("codecs", "kinds")}
-    return samples, ImageRows(**images)
+    return samples, ItemRows(**images)
 
 
 def _joined(groups: Sequence[_Columns]) -> dict[str, Any]:
