@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from model.parallel.layout import require_layout
 
@@ -124,4 +123,4 @@ def _join(backend: str, world: int, timeout_minutes: float) -> None:
     if world != 1:
         raise ValueError(f"WORLD_SIZE is {world}, but MASTER_ADDR is not set: start the processes with torchrun")
     # A single process needs no port, so two runs on one machine cannot collide.
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -29,9 +29,10 @@ from vlmdata.errors import ChangedDataError, ConfigMismatchError, DatasetFormatE
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect.sample import describe_sample
-from vlmdata.select.choice import Choice, Duplicates, Keys, choose, in_share
+from vlmdata.select.choice import Choice, Keys, choose, in_share
 from vlmdata.select.compare import compare
 from vlmdata.select.dataset import SelectResult, select_dataset
+from vlmdata.select.duplicates import Duplicates
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets
 from vlmdata.storage.open import open_dataset

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlmdata.errors import UsageError
-from vlmdata.select.choice import Choice, Chosen, Duplicates, Keys
+from vlmdata.select.duplicates import Duplicates
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
     from vlmdata.format.dataset import VlmDataset
+    from vlmdata.select.choice import Chosen
 
 
 def select(
@@ -67,7 +68,7 @@ def select(
     empty; 3 out of space.
     """
     from vlmdata.cli.console import counting_bar, messages
-    from vlmdata.select.choice import choose
+    from vlmdata.select.choice import Choice, Keys, choose
     from vlmdata.select.dataset import select_dataset
     from vlmdata.storage import open_store
     from vlmdata.storage.linked import describe

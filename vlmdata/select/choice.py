@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,13 @@ from vlmdata.format.index import DatasetIndex
 from vlmdata.media.codecs import IMAGE
 from vlmdata.select.columns import columns_of
 from vlmdata.select.content import content, digests
+from vlmdata.select.duplicates import Duplicates
 from vlmdata.select.where import Where
 from vlmdata.wording import counted
 
 _SHOWN = 5
 Mask = npt.NDArray[np.bool_]
 """bool (n,): which samples of an index."""
-
-
-class Duplicates(StrEnum):
-    """What makes a sample a repetition of an earlier one."""
-
-    SAMPLES = "samples"
-    TEXTS = "texts"
-    IMAGES = "images"
 
 
 @dataclass(frozen=True)

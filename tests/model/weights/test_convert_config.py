@@ -163,7 +163,7 @@ def test_the_trainer_ignores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config["vision_config"]["colour"] = "red"
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokenizer = SimpleNamespace(name="t", vocab_size=200, image=architecture.image_token_id)
-    data = SimpleNamespace(tokenizer=tokenizer, model_family=family("qwen3_5"), config={})
+    data = SimpleNamespace(tokenizer=tokenizer, model_family=family("qwen3_5"), config={}, features=())
     monkeypatch.setattr(build, "manifest_of", lambda config: data)
     given = ["data.paths=d", f"model.hf={tmp_path}"]
     with pytest.raises(ConfigError, match=r"vision_config: colour; .*model.ignore_config_fields"):

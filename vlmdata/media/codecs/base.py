@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from vlmdata.errors import UsageError
 from vlmdata.families import Family
+from vlmdata.families.chat import IMAGE as IMAGE
+from vlmdata.families.chat import VIDEO as VIDEO
 
 Grid = tuple[int, int, int]
 """Patches of an item along t, h, w."""
-IMAGE, VIDEO = "image", "video"
 #: A codec that stores files decodes none of more pixels, whatever the header declares.
 MOST_FILE_PIXELS = 2**28
 

@@ -1,0 +1,13 @@
+"""Kinds of duplicates. The command line imports nothing else before it runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Duplicates(StrEnum):
+    """What makes a sample a repetition of an earlier one."""
+
+    SAMPLES = "samples"
+    TEXTS = "texts"
+    IMAGES = "images"
