@@ -123,4 +123,5 @@ def _join(backend: str, world: int, timeout_minutes: float) -> None:
     if world != 1:
         raise ValueError(f"WORLD_SIZE is {world}, but MASTER_ADDR is not set: start the processes with torchrun")
     # A single process needs no port, so two runs on one machine cannot collide.
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not marked so
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
