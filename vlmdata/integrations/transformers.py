@@ -22,7 +22,7 @@ from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.errors import UsageError
 from vlmdata.integrations import attention, delta_net
 from vlmdata.integrations.head import losses_for_logits
-from vlmdata.integrations.segments import Segments, SegmentsMask
+from vlmdata.integrations.segments import SEGMENTS, Segments, SegmentsMask
 
 #: Versions of transformers whose models were compared with their samples one by one (tests/integrations).
 PROVEN = ">=5.16,<5.19"
@@ -91,6 +91,8 @@ def packed[Model: torch.nn.Module](model: Model, *, allow_unproven: bool = False
     undo = ExitStack()
     for handle in handles:
         undo.callback(handle.remove)
+    for layer in _delta_nets(inner):
+        undo.callback(delta_net.exchange_convolution(layer))
     undo.callback(attention.exchange(text.config, inner.model.visual.config))
     return Packed(model, undo)
 
@@ -263,7 +265,7 @@ def _boundaries(text: Any, row: torch.Tensor, segments: Segments, inputs_embeds:
     linear = "linear_attention" in getattr(text.config, "layer_types", ())
     if text.config._attn_implementation == attention.DECODER:
         mask = SegmentsMask.make(row.device)
-        found[attention.SEGMENTS] = segments
+        found[SEGMENTS] = segments
         found["attention_mask"] = {"full_attention": mask, "linear_attention": segments} if linear else mask
         return found
     if is_flash_attention_requested(text.config):  # else each layer finds them from the positions, and waits for it
