@@ -85,7 +85,8 @@ def attend(
         attention_mask: A :class:`SegmentsMask` for a pack; a mask or None in other calls.
         scaling: Factor of the scores.
         dropout: Probability, for which there is no fast kernel.
-        **kwargs: ``vlmdata_segments`` for a pack, or ``cu_seq_lens_q`` and ``max_length_q`` for images. Others are ignored.
+        **kwargs: ``vlmdata_segments`` for a pack, or ``cu_seq_lens_q`` and ``max_length_q`` for images. Others have no
+            effect on these.
 
     Returns:
         (1, T, heads, width), and None for the weights.
@@ -129,7 +130,7 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, dropout: float) -> Kern
 
 @cache
 def installed_kernel() -> Kernel | None:
-    """torch's kernel for sequences of any lengths, else that of the package flash-attn, else None."""
+    """Torch's kernel for sequences of any lengths, else that of the package flash-attn, else None."""
     return _of_torch() or _of_flash_attn()
 
 

@@ -10,7 +10,6 @@ from typing import Any, Never, Self
 
 import torch
 
-
 #: The keyword by which a decoder's layers get the segments of a pack.
 SEGMENTS = "vlmdata_segments"
 #: What a layer says that gets segments without being prepared for them.
@@ -21,7 +20,7 @@ LATE = (
 
 
 class SegmentsMask(torch.Tensor):
-    """Stands where an attention mask would, so that attention that does not know segments fails, instead of mixing them.
+    """Stands where an attention mask would, so that attention that knows no segments fails, instead of mixing them.
 
     Empty, with four dimensions: transformers hands such a tensor to the layers as it is.
     """

@@ -319,7 +319,9 @@ def _check_attention(inner: Any) -> None:
 
     config = inner.config.get_text_config()
     name = config._attn_implementation
-    if name not in (None, "eager", "sdpa", "flex_attention", attention.DECODER) and not is_flash_attention_requested(config):
+    if name not in (None, "eager", "sdpa", "flex_attention", attention.DECODER) and not is_flash_attention_requested(
+        config
+    ):
         raise UsageError(
             f"packed: the model has attn_implementation={name!r}, which may not see where samples begin. Use 'sdpa', "
             "'eager' or a flash attention."
