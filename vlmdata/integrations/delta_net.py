@@ -46,7 +46,7 @@ def take_apart(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not follows_boundaries(_delta_rule(layer), hidden.device.type):
         first, *others = torch.split(hidden, list(segments.lengths), dim=1)
         return args, kwargs | {"hidden_states": first, _LEFT: _Pieces(tuple(others))}
-    if isinstance(_module(layer).causal_conv1d_fn, _Convolution) and hidden.device.type == "cuda":
+    if isinstance(_module(layer).causal_conv1d_fn, _Convolution):
         # The kernels prepare themselves once for the same tensors.
         return args, kwargs | {"cu_seq_lens_q": segments.long, "cu_seqlens_cpu": segments.on_host, SEGMENTS: segments}
     # The rule starts anew at each boundary, the convolution does not. Zeros between segments are what it sees at the

@@ -236,7 +236,6 @@ def _keep_apart(text: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return None  # a padded row, whose positions rise by other steps
     if len(row) > 1 and bool((row.diff() != 1).any()):
         raise UsageError(f"packed: position_ids are of packs in {len(row)} rows. Pass each pack in a call of its own.")
-    attention.register()  # a prepared model may come from another process
     segments = _segments(row[0]) if len(row) == 1 else None
     if segments is None:
         return None
@@ -285,6 +284,7 @@ def _use_vision(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     DDP and FSDP wait for all processes at the parameters that one of them uses. The encoder gets one black token's
     worth of patches, and what it returns counts zero times.
     """
+    attention.register()  # a prepared model may come from another process
     positions, ids = kwargs.get("position_ids"), kwargs.get("input_ids")
     if ids is None or positions is None or positions.ndim != 3 or len(positions) != 4:
         return None
