@@ -44,8 +44,8 @@ from model.network.router import RouterState
 from model.network.saved_model import SavedModel
 from model.network.targets import TargetRows
 from model.network.vision import VisionTower
-from model.parallel.exchange import all_gather_rows, exchange_rows
 from model.parallel.embedding_rows import EmbeddingRows, ItemEmbeddings
+from model.parallel.exchange import all_gather_rows, exchange_rows
 from model.parallel.item_blocks import ItemBlocks
 from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from model.parallel.row_exchange import RowReceiver

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.parallel.exchange import all_gather_rows
 from model.parallel.embedding_rows import ItemEmbeddings
+from model.parallel.exchange import all_gather_rows
 from model.parallel.item_blocks import ItemBlocks
 from model.parallel.packed import to_device
 from model.parallel.separation import Separation

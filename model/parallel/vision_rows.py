@@ -72,7 +72,9 @@ class MicroBatchRows:
             int(pack.cu_seqlens_padded[-1]), pack.starts[of_images], firsts[of_images], counts[of_images]
         )
         rows = [rows_wanted(row_of_token, tokens, total)]
-        rows += [np.arange(a, a + n) for a, n in zip(firsts[of_videos].tolist(), counts[of_videos].tolist(), strict=True)]
+        rows += [
+            np.arange(a, a + n) for a, n in zip(firsts[of_videos].tolist(), counts[of_videos].tolist(), strict=True)
+        ]
         return np.sort(np.concatenate(rows)) if len(rows) > 1 else rows[0]
 
     def row_of_token(self, data: int, blocks: ItemBlocks) -> IntArray:

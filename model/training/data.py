@@ -99,7 +99,8 @@ def open_loader(
     """Opens the loader of this rank. Packs are balanced over ranks by this model's cost, given its frozen parts.
 
     Raises:
-        ConfigError: If no data is given, sizes are incompatible, or data has images or videos and the model no vision tower.
+        ConfigError: If no data is given, sizes are incompatible, or data has images or videos and the model no vision
+            tower.
     """
     data, parallel, model = config.data, config.parallel, config.model
     require_data_named(data)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from model.network.targets import TargetRows
 from model.network.vision_language import VisionLanguageModel
-from model.parallel.exchange import all_gather_plain
 from model.parallel.embedding_rows import ItemEmbeddings
+from model.parallel.exchange import all_gather_plain
 from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 

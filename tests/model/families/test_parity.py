@@ -120,7 +120,9 @@ def test_vision_output(pair: Pair, samples: list[Sample]) -> None:
             for pixels, grids in zip(floats, (sample.grids, sample.video_grids), strict=True):
                 if len(grids):
                     seen = pair.theirs.model.visual(pixels, grids)
-                    wanted.append(torch.cat([seen.pooler_output, *(getattr(seen, "deepstack_features", None) or [])], 1))
+                    wanted.append(
+                        torch.cat([seen.pooler_output, *(getattr(seen, "deepstack_features", None) or [])], 1)
+                    )
             folded = pair.ours.vision(sample.patches, images, sample.video_patches, videos)
             reference = pair.ours.vision(floats[0], images, floats[1], videos)
         if not wanted:

@@ -1,4 +1,4 @@
-"""Rows of images and videos reach the ranks that place them, whoever encodes them and however the language model is cut."""
+"""Rows of images and videos reach the ranks that place them, whoever encodes them and however the model is cut."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
