@@ -15,7 +15,7 @@ from model.network.settings import ModelSettings
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
-    from model.weights.mapping import ParameterMap, Shape
+    from model.weight_names.table import ParameterMap, Shape
 
 
 class Build[A: Architecture](Protocol):

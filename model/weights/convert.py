@@ -1,7 +1,7 @@
 """Converts weights between Hugging Face files and megatron-core's distributed checkpoint, one tensor at a time.
 
 A distributed checkpoint does not depend on the layout that wrote it. The model is built on the ``meta`` device to find
-megatron-core's keys, shapes and shards. Values move through the family's name table (:mod:`model.weights.mapping`).
+megatron-core's keys, shapes and shards. Values move through the family's name table (:mod:`model.weight_names.table`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from model.architecture import Architecture
 from model.families import architecture_to_hf, spec_of
 from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.wrapping import WRAPPER, LinearWrapper
+from model.weight_names.table import ParameterMap, canonical_names, hf_names
+from model.weight_names.vision import VISUAL
 from model.weights.checksums import require_sound, write_checksums
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, require_none, write_tensors
 from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
 from model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
 from model.weights.hf_processor import choose_dataset, opened, write_processor
-from model.weights.mapping import ParameterMap, canonical_names, hf_names
 from model.weights.output import reading_from, writing_to
 from model.weights.store import StreamingSave
-from model.weights.vision_names import VISUAL
 
 Progress = Callable[[int], None]
 
