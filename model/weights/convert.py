@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -321,7 +320,7 @@ class _IntoTensor(DefaultLoadPlanner):
         self._tensor = tensor
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part: Tensor = narrow_tensor_by_index(self._tensor, read_item.dest_offsets, read_item.lengths)
-        return part
+        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensor[tuple(slice(start, start + length) for start, length in places)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...

@@ -16,7 +16,7 @@ from preprocess.own_options import make_own
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
 from preprocess.sources.rows import Source
-from vlmdata.errors import ResourceError, SourceError, VlmdataError
+from vlmdata.errors import ResourceError, SourceError, VlmdataError, with_causes
 from vlmdata.format.schema import shard_name
 from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.machine import available_cores
@@ -192,7 +192,7 @@ def errors_named(engine: Engine) -> Iterator[None]:
             raise
         shown, remedy = shown_name(module), ""
         own_file = shown != module
-        if own_file and (isinstance(error, PicklingError | BrokenExecutor) or module in str(error)):
+        if own_file and any(_is_of_sending(each, module) for each in with_causes(error)):
             remedy = (
                 " Other processes cannot import what is given as file.py:attribute, so its functions and classes "
                 f"cannot be sent to them: set PYTHONPATH to the file's folder and give --engine "
@@ -201,6 +201,13 @@ def errors_named(engine: Engine) -> Iterator[None]:
         raise SourceError(
             f"{_named(engine)}: it failed: {problem_of(error, module)}. Finished shards are kept.{remedy}"
         ) from error
+
+
+def _is_of_sending(error: BaseException, module: str) -> bool:
+    """Tells whether a function of a module could not be sent to another process, or that process died of it."""
+    if isinstance(error, ImportError):
+        return error.name == module
+    return isinstance(error, PicklingError | BrokenExecutor)
 
 
 def _unfit(engine: Engine, what: str) -> Exception:

@@ -82,7 +82,7 @@ def by_leaders(action: Callable[[], object]) -> None:
         return
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     leaders, turn = sum(gathered(leads)), decided(lambda: secrets.token_hex(8))
-    store, error = dist.distributed_c10d._get_default_store(), None
+    store, error = dist.group.WORLD.get_group_store(), None
     if leads:
         try:
             action()
