@@ -6,18 +6,27 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from preprocess.options import data_option, image_option, run_option, text_option, video_option
+from preprocess.registries import RECIPES
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families.video import VideoSettings
 from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
+from vlmdata.options import OptionHelp
 
 if TYPE_CHECKING:
     from vlmdata.media.video.container import VideoLimits
+
+#: Options under the headings of the help page.
+data_option = partial(OptionHelp, panel="Data")
+text_option = partial(OptionHelp, panel="Text and targets")
+image_option = partial(OptionHelp, panel="Images")
+video_option = partial(OptionHelp, panel="Videos")
+run_option = partial(OptionHelp, panel="Run")
 
 #: Name of the tokenizer included in vlmdata: 6,144 ids, which fit no published model.
 EMBEDDED = "embedded"
@@ -62,17 +71,24 @@ class SpecialText(StrEnum):
     PLAIN = "plain"
 
 
+def _familys(name: str, part: str | None = None) -> str:
+    """Describes a default that is the family's, by its value in the default family."""
+    family = FAMILIES.find(DEFAULT_FAMILY)
+    value = getattr(family if part is None else getattr(family, part).defaults, name)
+    return f"the family's, {value:,.0f} for {DEFAULT_FAMILY}"
+
+
 @dataclass(frozen=True)
 class ImageConfig:
     """Geometry and limits of images. ``min_pixels`` and ``max_pixels`` of None are the family's defaults."""
 
     min_pixels: Annotated[
         int | None,
-        image_option("Enlarge images with fewer pixels to this.", shown_default="the family's, 200,704 for qwen3_5"),
+        image_option("Enlarge images with fewer pixels to this.", shown_default=_familys("min_pixels")),
     ] = None
     max_pixels: Annotated[
         int | None,
-        image_option("Reduce images with more pixels to this.", shown_default="the family's, 1,003,520 for qwen3_5"),
+        image_option("Reduce images with more pixels to this.", shown_default=_familys("max_pixels")),
     ] = None
     #: From this size, Pillow warns of decompression bombs.
     max_source_pixels: Annotated[int, image_option("Reject image files with more pixels before decoding.")] = 89_478_485
@@ -116,26 +132,28 @@ class VideoConfig:
 
     fps: Annotated[
         float | None,
-        video_option("Frames to sample per second.", name="video_fps", shown_default="the family's, 2"),
+        video_option("Frames to sample per second.", name="video_fps", shown_default=_familys("fps", "video")),
     ] = None
     min_frames: Annotated[
         int | None,
         video_option(
             "Sample at least so many frames, if the video has them.",
             name="video_min_frames",
-            shown_default="the family's, 4",
+            shown_default=_familys("min_frames", "video"),
         ),
     ] = None
     max_frames: Annotated[
         int | None,
-        video_option("Sample at most so many frames.", name="video_max_frames", shown_default="the family's, 768"),
+        video_option(
+            "Sample at most so many frames.", name="video_max_frames", shown_default=_familys("max_frames", "video")
+        ),
     ] = None
     min_pixels: Annotated[
         int | None,
         video_option(
             "Enlarge the frames of videos with fewer pixels, of all frames together (of each in qwen2_5_vl), to this.",
             name="video_min_pixels",
-            shown_default="the family's, 4,096 for qwen3_5",
+            shown_default=_familys("min_pixels", "video"),
         ),
     ] = None
     max_pixels: Annotated[
@@ -143,7 +161,7 @@ class VideoConfig:
         video_option(
             "Reduce the frames of videos with more pixels, counted likewise, to this.",
             name="video_max_pixels",
-            shown_default="the family's, 25,165,824 for qwen3_5",
+            shown_default=_familys("max_pixels", "video"),
         ),
     ] = None
     cap_pixels_per_frame: Annotated[
@@ -241,7 +259,7 @@ class PreprocessConfig:
     recipe: Annotated[
         str,
         data_option(
-            "`cord_v2`, `chat`, `text`, `caption`, or your own as `module:attribute` or `file.py:attribute`. "
+            f"{', '.join(f'`{name}`' for name in RECIPES)}, or your own as `module:attribute` or `file.py:attribute`. "
             "Default: by the columns.",
             shown_default=False,
         ),
@@ -274,8 +292,7 @@ class PreprocessConfig:
     recipe_options: Annotated[
         Mapping[str, Any],
         data_option(
-            "Option of the recipe; repeat for several. `cord_v2`: prompt, target. `caption`: prompt, stray_marks. "
-            "`chat`, `text`: stray_marks. `-O help` describes them, also for your own --recipe.",
+            "Option of the recipe; repeat for several. `-O help` describes them, also for your own --recipe.",
             name="recipe_option",
             flags=("--recipe-option", "-O"),
             metavar="NAME=VALUE",

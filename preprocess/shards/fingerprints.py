@@ -16,7 +16,7 @@ from typing import Any
 
 from preprocess.config import PreprocessConfig, VideoConfig
 from preprocess.own_options import make_options
-from preprocess.recipes.base import REGISTRY as RECIPES
+from preprocess.registries import RECIPES
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families import family
 from vlmdata.format.manifest import differences
