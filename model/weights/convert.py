@@ -185,7 +185,7 @@ def to_hf(
             copy_small_files(like, folder)
         if chosen is not None:
             with opened(chosen) as dataset:
-                write_processor(dataset, folder)
+                write_processor(dataset, spec_of(architecture).processor, folder)
         write_tensors(folder, planned, tensor, file_bytes, progress)
         (folder / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
     total = sum(each.bytes for each in planned.values())
