@@ -91,7 +91,7 @@ def _open_sources(command: PreprocessCommand, splits: Sequence[str | None], talk
         return {
             split: open_source(
                 command.source,
-                layout=command.config.recipe,
+                recipe=command.config.recipe,
                 split=split,
                 config_name=command.subset,
                 revision=command.revision,

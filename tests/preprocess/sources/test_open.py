@@ -415,4 +415,4 @@ class TestErrors:
                 raise ValueError("something else") from cause
 
     def test_the_demo_has_rows_for_the_built_in_recipes_alone(self):
-        fails("rows for the recipes cord_v2 and chat, not for my_module:recipe", "demo", layout="my_module:recipe")
+        fails("rows for the recipes cord_v2 and chat, not for my_module:recipe", "demo", recipe="my_module:recipe")
