@@ -13,9 +13,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from vlmdata.errors import ResourceError, VlmdataError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 #: Seconds for a failed rank of several to close files and workers; then the kernel kills it.
 _CLOSING_SECONDS = 15
@@ -110,13 +113,19 @@ def _is_first_to_say(error: BaseException, text: str) -> bool:
     if not _in_groups():
         # A configuration error before ranks are connected occurs on all ranks, at least on those of a node.
         return os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, ResourceError)
-    import torch.distributed as dist
-
     try:
-        store = dist.group.WORLD.get_group_store()
-        return bool(store.add(f"vlmdata/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1)
+        return bool(store_of_all().add(f"vlmdata/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1)
     except (RuntimeError, ValueError):  # the rank that holds the store has exited
         return True
+
+
+def store_of_all() -> dist.Store:
+    """Returns the store that all ranks share. Process groups must exist."""
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None
+    return world.get_group_store()
 
 
 def _in_groups() -> bool:

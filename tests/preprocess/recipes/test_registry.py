@@ -10,7 +10,7 @@ import pytest
 
 from preprocess.cli import preprocess as command
 from preprocess.conversation import Conversation, Document
-from preprocess.own_options import constructor_takes, declared_options, options_class
+from preprocess.own_options import constructor_takes, declared_options, describe_options, options_class
 from preprocess.recipes.base import PARTS, load_recipe
 from preprocess.registries import RECIPES
 
@@ -47,14 +47,11 @@ class TestEveryRecipe:
         for option in declared_options(options_class(RECIPES, name)):
             assert option.name in docs
 
-    def test_stands_in_the_help_with_its_options(self, name: str) -> None:
-        parameters = inspect.signature(command.preprocess, eval_str=True).parameters
-        (option,) = parameters["recipe_option"].annotation.__metadata__
-        (recipe,) = parameters["recipe"].annotation.__metadata__
-        assert f"`{name}`" in option.help
+    def test_stands_in_the_help_and_its_options_in_that_of_options(self, name: str) -> None:
+        (recipe,) = inspect.signature(command.preprocess, eval_str=True).parameters["recipe"].annotation.__metadata__
         assert f"`{name}`" in recipe.help
         for declared in declared_options(options_class(RECIPES, name)):
-            assert declared.name in option.help
+            assert f"\n  {declared.name}: " in describe_options(RECIPES)
 
 
 @pytest.mark.parametrize(
