@@ -36,12 +36,13 @@ class ProcessorFiles:
         """
         own = {"do_convert_rgb": True, "resample": _FILTERS[family.resample]}
         kind = {"processor_class": self.processor, "image_processor_type": self.images}
-        return {**kind, **_size(bounds), **own, **constants}
+        size = {"shortest_edge": bounds[0], "longest_edge": bounds[1]}
+        return {**kind, "size": size, **own, **constants}
 
-    def video_file(self, constants: Mapping[str, Any], bounds: tuple[int, int]) -> dict[str, Any]:
-        """Returns the content of ``video_preprocessor_config.json``; see :meth:`image_file`."""
+    def video_file(self, constants: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of ``video_preprocessor_config.json``, with how videos are sampled and resized."""
         kind = {"processor_class": self.processor, "video_processor_type": self.videos}
-        return {**kind, **_size(bounds), **constants}
+        return {**kind, **settings, **constants}
 
     def image_bounds(self, content: Mapping[str, Any]) -> tuple[int, int]:
         """Reads the bounds of a file with the settings of images.
@@ -51,10 +52,6 @@ class ProcessorFiles:
         """
         size = content["size"]
         return int(size["shortest_edge"]), int(size["longest_edge"])
-
-
-def _size(bounds: tuple[int, int]) -> dict[str, Any]:
-    return {"size": {"shortest_edge": bounds[0], "longest_edge": bounds[1]}}
 
 
 #: Of Qwen3-VL, which Qwen3.5 shares.

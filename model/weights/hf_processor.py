@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -45,16 +46,6 @@ class DatasetFiles:
             raise WeightsError(
                 f"{self.name} joins datasets with different pixel bounds: give one of them with --data"
             ) from error
-
-    @property
-    def video_bounds(self) -> tuple[int, int] | None:
-        """Minimum and maximum pixels of videos: the dataset's, else the family's; None if the family has no videos."""
-        rules = self.manifest.model_family.video
-        if rules is None:
-            return None
-        own = self.manifest.config.get("options", {}).get("video") or {}
-        least = own.get("min_pixels", rules.defaults.min_pixels)
-        return int(least), int(own.get("max_pixels", rules.defaults.max_pixels))
 
 
 @contextmanager
@@ -173,9 +164,19 @@ def write_processor(dataset: DatasetFiles, files: ProcessorFiles, out: Path) -> 
     # Remove processor files of other transformers versions, which would take precedence over these.
     (out / _JOINT).unlink(missing_ok=True)
     _write(out / _IMAGES, files.image_file(dataset.manifest.model_family, constants, dataset.bounds))
-    if (of_videos := dataset.video_bounds) is not None:
-        _write(out / _VIDEOS, files.video_file(constants, of_videos))
+    _write(out / _VIDEOS, files.video_file(constants, _video_settings(dataset.manifest)))
     _write(out / _GENERATION, _generation(out / _GENERATION, stops, tokenizer.pad))
+
+
+def _video_settings(manifest: Manifest) -> dict[str, Any]:
+    """Returns how the processor samples and resizes videos: as the dataset did, or those of published checkpoints."""
+    rules = manifest.model_family.video
+    assert rules is not None  # families that the trainer builds have videos
+    recorded = manifest.config["options"].get("video")  # datasets of older versions have none
+    made = dataclasses.asdict(rules.defaults) if recorded is None else recorded
+    settings = {name: made[name] for name in ("fps", "min_frames", "max_frames")}
+    settings["size"] = {"shortest_edge": made["min_pixels"], "longest_edge": made["max_pixels"]}
+    return settings | ({"cap_pixels_per_frame": True} if made["cap_pixels_per_frame"] else {})
 
 
 def _generation(path: Path, stops: list[int], pad: int) -> dict[str, Any]:
