@@ -13,12 +13,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from vlmdata.errors import ResourceError, VlmdataError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 #: Seconds for a failed rank of several to close files and workers; then the kernel kills it.
 _CLOSING_SECONDS = 15
@@ -119,8 +116,8 @@ def _is_first_to_say(error: BaseException, text: str) -> bool:
         return True
 
 
-def store_of_all() -> dist.Store:
-    """Returns the store that all ranks share. Process groups must exist."""
+def store_of_all() -> Any:
+    """Returns the store of torch.distributed that all ranks share. Process groups must exist."""
     import torch.distributed as dist
 
     world = dist.group.WORLD
