@@ -113,7 +113,7 @@ class TestHelp:
         assert vlmdata("--version") == Ended(0, f"vlmdata {__version__}\n", "")
 
     def test_the_installed_script_works(self) -> None:
-        assert run("--version").stdout == f"vlmdata {__version__}\n"
+        assert run("--version", anew=True).stdout == f"vlmdata {__version__}\n"
 
     def test_without_arguments_shows_help(self, vlmdata: Callable[..., Ended]) -> None:
         ended = vlmdata()
