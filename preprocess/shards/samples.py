@@ -119,7 +119,7 @@ type Items = Mapping[EncodedImage, EncodedItem]
 
 
 def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, known: Items) -> Items:
-    """Encodes the items of a sample with the run's codec; empty if they are plain images of the sample alone.
+    """Encodes the items of a sample with the run's codecs; empty if they are plain images of the sample alone.
 
     Args:
         encoded: The sample.
@@ -128,7 +128,7 @@ def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, kn
         known: Items that are encoded already. The samples of a conversation's turns share theirs.
 
     Raises:
-        RowRejected: If the codec does not store one of them.
+        RowRejected: If their codec does not store one of them.
         UsageError: If the codec fails.
     """
     plain = config.codec.name == RAW and all(image.kind == IMAGE for image in encoded.images)
@@ -140,7 +140,8 @@ def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, kn
             file = image.file if image.whole and image.kind == IMAGE else None
             item = Item(image.patches, image.shape, config.model_family, file)
             place = f"{image.kind}s[{sum(each.kind == image.kind for each in encoded.images[:number])}]"
-            made[image] = known.get(image) or _encoded(config.codec.name, item, f"key {key}, {place}", place)
+            store = config.codec if image.kind == IMAGE else config.video_codec
+            made[image] = known.get(image) or _encoded(store.name, item, f"key {key}, {place}", place)
     return made
 
 
