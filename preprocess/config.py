@@ -14,7 +14,7 @@ from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families.video import VideoSettings
-from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
+from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ZSTD, ItemCodec, describe_codecs, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.options import OptionHelp
 
@@ -164,6 +164,14 @@ class VideoConfig:
             shown_default=_familys("max_pixels", "video"),
         ),
     ] = None
+    pixels: Annotated[
+        str | None,
+        video_option(
+            "How shards store videos, as for `--pixels`.",
+            name="video_pixels",
+            shown_default="that of --pixels; zstd for raw and source",
+        ),
+    ] = None
     cap_pixels_per_frame: Annotated[
         bool, video_option("Limit the pixels of each frame too, as transformers does from version 5.22 on.")
     ] = False
@@ -196,15 +204,27 @@ class VideoConfig:
                 raise UsageError(f"video_min_{name} is {least}, more than video_max_{name} {most}. Set both.")
         return made
 
-    def to_json(self, family: Family) -> dict[str, Any] | None:
+    def codec(self, images: ItemCodec) -> ItemCodec:
+        """Returns what stores the videos of a run.
+
+        Args:
+            images: What stores its images.
+        """
+        return CODECS.find(self.pixels or video_codec_beside(images))
+
+    def to_json(self, family: Family, images: ItemCodec) -> dict[str, Any] | None:
         """Returns the options as JSON, with the family's defaults filled in; None if the family has no videos.
+
+        Args:
+            family: The family.
+            images: What stores the images of the run.
 
         Raises:
             UsageError: If they contradict each other.
         """
         if family.video is None:
             return None
-        made = dataclasses.asdict(self.settings(family.video.defaults))
+        made = dataclasses.asdict(self.settings(family.video.defaults)) | {"pixels": self.codec(images).name}
         return {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}
 
     def limits(self, max_source_pixels: int) -> VideoLimits:
@@ -214,6 +234,14 @@ class VideoConfig:
         )
 
         return VideoLimits(max_source_pixels, self.damaged is DamagedVideos.KEEP)
+
+
+def video_codec_beside(images: ItemCodec) -> str:
+    """Returns the name of the codec that stores videos if none is given: that of images, if it makes them smaller.
+
+    Raw frames take 20 to 100 times the space of their file, and ``source`` has no videos (docs/decisions/0090).
+    """
+    return ZSTD if images.name == RAW or images.needs_file else images.name
 
 
 @dataclass(frozen=True)
@@ -334,6 +362,10 @@ class PreprocessConfig:
                 f"max_source_pixels is {self.image.max_source_pixels}; pixels={self.pixels} stores image files, and "
                 f"readers decode none of more than {MOST_FILE_PIXELS} pixels"
             )
+        videos = self.video_codec
+        libraries_of(videos)
+        if videos.needs_file:
+            raise ValueError(f"video_pixels is {videos.name}, which stores files of images; choose another codec")
         for name in ("max_length", "pad_multiple", "rows_per_shard"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -348,12 +380,17 @@ class PreprocessConfig:
         """Stores the images."""
         return CODECS.find(self.pixels)
 
+    @property
+    def video_codec(self) -> ItemCodec:
+        """Stores the videos."""
+        return self.video.codec(self.codec)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the configuration as nested JSON, with the defaults of the family filled in."""
         least, most = self.image.bounds(self.model_family)
         image = dataclasses.replace(self.image, min_pixels=least, max_pixels=most)
         options = dataclasses.asdict(dataclasses.replace(self, image=image))
-        options["video"] = self.video.to_json(self.model_family)
+        options["video"] = self.video.to_json(self.model_family, self.codec)
         options |= {"family": self.model_family.name, "pixels": self.codec.name}  # they may be given as files
         hosts = options["media"].pop("private_hosts")
         if hosts:  # earlier versions had no such option

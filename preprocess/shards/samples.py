@@ -117,7 +117,7 @@ type Items = Mapping[SampleItem, EncodedItem]
 
 
 def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, known: Items) -> Items:
-    """Encodes the items of a sample with the run's codec; empty if they are plain images of the sample alone.
+    """Encodes the items of a sample with the run's codecs; empty if they are plain images of the sample alone.
 
     Args:
         encoded: The sample.
@@ -126,7 +126,7 @@ def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, kn
         known: Items that are encoded already. The samples of a conversation's turns share theirs.
 
     Raises:
-        RowRejected: If the codec does not store one of them.
+        RowRejected: If their codec does not store one of them.
         UsageError: If the codec fails.
     """
     plain = config.codec.name == RAW and all(item.kind == IMAGE for item in encoded.items)
@@ -138,7 +138,8 @@ def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, kn
             file = item.file if item.whole and item.kind == IMAGE else None
             given = Item(item.patches, item.shape, config.model_family, file)
             place = f"{item.kind}s[{sum(each.kind == item.kind for each in encoded.items[:number])}]"
-            made[item] = known.get(item) or _encoded(config.codec.name, given, f"key {key}, {place}", place)
+            codec = config.codec if item.kind == IMAGE else config.video_codec
+            made[item] = known.get(item) or _encoded(codec.name, given, f"key {key}, {place}", place)
     return made
 
 
