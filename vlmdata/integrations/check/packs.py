@@ -71,9 +71,10 @@ class SampleBatch:
         """Returns bool (T,), the placeholders of images and videos."""
         found = torch.zeros(self.batch.total_tokens, dtype=torch.bool)
         host, factor = self.batch.host, self.batch.family.patches_per_token
-        expansion = self.batch.family.expansion(VIDEO) if len(host.video_grid_thw) else None
         grids = [tuple(grid) for grid in host.image_grid_thw.tolist()]
-        grids += [block for grid in host.video_grid_thw.tolist() for block in expansion.blocks(tuple(grid))]
+        if len(host.video_grid_thw):  # a family may have no videos
+            expansion = self.batch.family.expansion(VIDEO)
+            grids += [block for grid in host.video_grid_thw.tolist() for block in expansion.blocks(tuple(grid))]
         starts = [*host.image_starts.tolist(), *host.video_block_starts.tolist()]
         for start, grid in zip(starts, grids, strict=True):
             found[start : start + int(np.prod(grid)) // factor] = True
