@@ -46,7 +46,7 @@ ADAPTERS = (
     Adapter("lightning", "lightning.txt"),
     Adapter("trl", "trl.txt"),
     Adapter("swift", "ms-swift.txt"),
-    Adapter("llamafactory", "llamafactory.txt", overrides=("datasets==4.8.4", "transformers==5.17.0")),
+    Adapter("llamafactory", "llamafactory.txt", overrides=("av==19.0.2", "datasets==4.8.4", "transformers==5.17.0")),
     Adapter(
         "megatron-bridge",
         "megatron-bridge.txt",
