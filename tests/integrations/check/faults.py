@@ -7,6 +7,7 @@ put back after each call.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,8 +16,11 @@ from unittest import mock
 
 import torch
 from torch.nn.functional import cross_entropy, pad
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmdata.batch import PackedBatch
+from vlmdata.families.chat import VIDEO
+from vlmdata.integrations.attention import DECODER
 from vlmdata.integrations.transformers import packed, packed_forward, packed_inputs
 
 type Forward = Callable[[PackedBatch], Any]
@@ -99,21 +103,15 @@ def _with_inputs(model: Any, change: Callable[[dict[str, Any], PackedBatch], dic
 
 
 def attention_over_the_pack(model: Any) -> Forward:
-    """A block-diagonal mask that is only causal; the rest is right."""
-    text = model.model.language_model
-    module = sys.modules[type(model).__module__]
-    make = module.create_causal_mask
+    """Attention of the decoder is only causal; the rest is right."""
+    functions = ALL_ATTENTION_FUNCTIONS._global_mapping
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        rows = torch.arange(kwargs["inputs_embeds"].shape[1])[None]
-        return make(*args, **kwargs | {"position_ids": rows})
+    def whole(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        return functions["sdpa"](module, query, key, value, None, scaling=kwargs["scaling"])
 
     def forward(batch: PackedBatch) -> Any:
-        with packed(model), mock.patch.object(module, "create_causal_mask", whole):
-            if "linear_attention" not in getattr(text.config, "layer_types", ()):
-                return {"logits": model(**packed_inputs(batch)).logits}
-            with mock.patch("transformers.masking_utils.create_causal_mask", whole):
-                return {"logits": model(**packed_inputs(batch)).logits}
+        with packed(model), mock.patch.dict(functions, {DECODER: whole}):
+            return {"logits": model(**packed_inputs(batch)).logits}
 
     return forward
 
@@ -138,6 +136,47 @@ def pixels_of_another_sample(model: Any) -> Forward:
             return inputs
         shift = int(batch.image_grid_thw[-1].prod())
         return inputs | {"pixel_values": inputs["pixel_values"].roll(shift, dims=0)}
+
+    return _with_inputs(model, change)
+
+
+def pixels_of_another_clip(model: Any) -> Forward:
+    """Patches of videos one video further; images are right."""
+
+    def change(inputs: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+        if batch.video_grid_thw is None:
+            return inputs
+        shift = int(batch.video_grid_thw[-1].prod())
+        return inputs | {"pixel_values_videos": inputs["pixel_values_videos"].roll(shift, dims=0)}
+
+    return _with_inputs(model, change)
+
+
+def frames_of_a_patch_swapped(model: Any) -> Forward:
+    """The two frames of each patch of a video in the wrong order."""
+
+    def change(inputs: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+        if batch.video_grid_thw is None:
+            return inputs
+        pixels = inputs["pixel_values_videos"]
+        patches = pixels.reshape(len(pixels), 3, batch.family.temporal_patch_size, -1)
+        return inputs | {"pixel_values_videos": patches.flip(2).reshape(pixels.shape)}
+
+    return _with_inputs(model, change)
+
+
+def positions_of_videos_without_time(model: Any) -> Forward:
+    """All temporal patches of a video have the first axis of positions of its first."""
+
+    def change(inputs: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+        positions = inputs["position_ids"].clone()
+        host, factor = batch.host, batch.family.patches_per_token
+        for start, grid in zip(host.video_starts.tolist(), host.video_grid_thw.tolist(), strict=True):
+            for number, block in enumerate(batch.family.expansion(VIDEO).blocks(tuple(grid))):
+                first = host.video_block_starts.tolist().index(start) + number
+                begin = int(host.video_block_starts[first])
+                positions[1, 0, begin : begin + math.prod(block) // factor] = positions[1, 0, start]
+        return inputs | {"position_ids": positions}
 
     return _with_inputs(model, change)
 
@@ -222,7 +261,7 @@ def stale_lengths(model: Any) -> Forward:
         if batch.num_samples > 1 and not kept:
             kept.append(batch.cu_seqlens_padded)
         if kept and batch.num_samples > 1:
-            batch = dataclasses.replace(batch, cu_seqlens_padded=kept[0])
+            batch = dataclasses.replace(batch, cu_seqlens_padded=kept[0], host=None)
         return healthy(model)(batch)
 
     return forward

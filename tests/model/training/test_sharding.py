@@ -13,7 +13,7 @@ import torch
 from model.training.settings.config import ConfigError
 from model.training.settings.config_loading import load_config
 from model.training.settings.early_checks import check_early
-from model.weights.mapping import assign
+from model.weight_names.table import assign
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
 from tests.model.training.test_run import exact, killed_in_step
