@@ -1,18 +1,22 @@
-"""transformers' own model, padded with Liger's kernels as users train it, beside the same model on packs.
+r"""transformers' own model, padded with Liger's kernels as users train it, beside the same model on packs.
 
-    python benchmarks/adapter_peer.py --data RECEIPTS --data RECEIPTS_VL --presets 2b qwen3-vl-2b --capacity 16384
+    python benchmarks/adapter_peer.py --data receipts=RECEIPTS --data receipts=RECEIPTS_VL --data chats=CHATS \
+        --presets 2b qwen3-vl-2b --capacity 16384
 
-The datasets hold the same rows, preprocessed for each family; each preset takes the one of its family. All ways run in
-one process, one after the other:
+Datasets of one name hold the same rows, preprocessed for each family; each preset takes the one of its family. All ways
+run in one process, one after the other:
 
-- padded: batches padded to their longest sample, drawn at random, as large as fit, found by trying;
+- padded: batches padded to their longest sample, drawn at random, of several sizes up to the largest that fits, found
+  by trying; the fastest counts;
 - padded, Liger: the same with Liger's RMSNorm, SwiGLU and fused linear cross-entropy;
-- packs: full packs of the same samples through ``vlmdata.integrations.transformers``, of --capacity tokens, halved
-  until they fit;
-- packs, Liger: the same with Liger's RMSNorm and SwiGLU. The adapter computes the loss itself.
+- packs: full packs of the same samples through ``vlmdata.integrations.transformers``, of --capacity tokens, the first
+  that fits;
+- packs, Liger: the same with Liger's kernels, applied in the same way.
 
-Everything else is that of `train_peer.py`: bf16, fused AdamW, clipped gradients, inputs on the device before the clock
-starts, true tokens, steps after a warm-up. Writes adapter-peer-<label>-<date>.json and .md under --out.
+Both sides train on about as many tokens, --tokens. Everything else is that of `train_peer.py`: bf16, fused AdamW,
+clipped gradients, inputs on the device before the clock starts, true tokens, steps after a warm-up. Triton has few
+configurations of the delta net's kernels to choose from, for all ways. Writes adapter-peer-<label>-<date>.json and .md
+under --out, and with --profile the kernels of a step of each way.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import itertools
 import json
 import shlex
@@ -29,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from train_peer import (
     CLIP,
@@ -53,14 +59,16 @@ from vlmdata.integrations.steps import step_loss, step_weight
 from vlmdata.integrations.transformers import packed, token_losses
 
 WAYS = ("padded", "padded, Liger", "packs", "packs, Liger")
+#: Shares of the largest padded batch that are tried.
+SHARES = (1.0, 0.5)
 
 
-def with_liger(model: torch.nn.Module, fused_loss: bool) -> torch.nn.Module:
+def with_liger(model: torch.nn.Module) -> torch.nn.Module:
     """Exchanges parts of a model for Liger's, in place."""
     from liger_kernel.transformers import monkey_patch
 
     apply = getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")  # type: ignore[union-attr]
-    apply(model=model, rope=False, fused_linear_cross_entropy=fused_loss)
+    apply(model=model, rope=False, fused_linear_cross_entropy=True)
     return model
 
 
@@ -83,47 +91,78 @@ class PackStep(PeerStep):
 def time_padded(
     model: torch.nn.Module, architecture: Architecture, dataset: VlmDataset, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Figures of padded batches as large as fit; smaller ones if batches of other lengths do not."""
+    """Figures of padded batches of the fastest size; smaller ones if batches of other lengths do not fit."""
     step = PeerStep(model)
     count = largest_batch(step, dataset, options)
-    while count:
-        emptied()
-        try:
-            return time_batches(step, architecture, dataset, count, options)
-        except torch.OutOfMemoryError:
-            step.optimizer.zero_grad(set_to_none=True)
-            count -= 1
-    return {"batch": 0}
+    found: dict[str, Any] = {"batch": 0, "tokens_per_second": 0.0}
+    for share in SHARES:
+        size, timing = int(count * share), {"tokens_per_second": -1.0}
+        while size:
+            emptied()
+            try:
+                timing = time_batches(step, architecture, dataset, size, steps_of(dataset, size, options))
+                break
+            except torch.OutOfMemoryError:
+                step.optimizer.zero_grad(set_to_none=True)
+                size -= 1
+        print(f"    padded, batch {size}: {timing['tokens_per_second']:,.0f} tokens/s", flush=True)
+        found = max(found, timing, key=lambda each: float(each["tokens_per_second"]))
+    return found
+
+
+def steps_of(dataset: VlmDataset, count: int, options: argparse.Namespace) -> argparse.Namespace:
+    """The options, with as many steps as --tokens are batches of so many samples."""
+    steps = round(options.tokens / (count * float(np.mean(dataset.index.lengths))))
+    return argparse.Namespace(**vars(options) | {"steps": max(3, steps)})
 
 
 def time_packs(
     model: torch.nn.Module, architecture: Architecture, dataset: VlmDataset, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Figures of full packs, of the largest capacity that fits."""
+    """Figures of full packs, of the first capacity that fits."""
     step, flops = PackStep(model), spec_of(architecture).step_flops(architecture, False, ())
-    capacity = options.capacity
-    while capacity >= options.capacity // 8:
+    for capacity in options.capacity:
         emptied()
         with StreamingLoader(dataset.directory, capacity=capacity, global_batch=1, num_workers=0) as loader:
             # The epoch's last pack may be nearly empty, which says nothing where the dataset is small.
-            full = (batch for batch in loader if batch.true_tokens > 0.9 * capacity)
-            batches = [batch.clone().to(DEVICE) for batch in itertools.islice(full, options.steps)]
+            full = [batch.clone().to(DEVICE) for batch in loader if batch.true_tokens > 0.9 * capacity]
+        if not full:
+            continue
+        steps = max(3, round(options.tokens / capacity))
+        batches = list(itertools.islice(itertools.cycle(full), steps))
         counts = [of_samples(dataset, [origin.index for origin in batch.origins], flops) for batch in batches]
         try:
             seconds, losses = timed(step, batches, options)
         except torch.OutOfMemoryError:
             step.optimizer.zero_grad(set_to_none=True)
-            capacity //= 2
             continue
         slots = sum(batch.total_tokens for batch in batches)
-        return figures(seconds, counts, slots, losses) | {"batch": f"packs of {capacity:,}"}
+        found = figures(seconds, counts, slots, losses) | {"batch": f"packs of {capacity:,}"}
+        if options.profile:
+            write_profile(step, batches[0], options)
+        return found
     return {"batch": 0}
 
 
-def measure(way: str, name: str, datasets: list[VlmDataset], options: argparse.Namespace) -> dict[str, Any]:
+def write_profile(step: PackStep, batch: Any, options: argparse.Namespace) -> None:
+    """Writes the kernels of a step, the longest first."""
+    with torch.profiler.profile() as profile:
+        step(batch)
+        torch.cuda.synchronize()
+    for order in ("self_cuda_time_total", "self_cpu_time_total"):
+        table = profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
+        path = options.out / f"profile-{options.label}-{order}.txt"
+        path.write_text("\n".join(line[:91] + line[-140:] for line in table.splitlines()))
+
+
+def dataset_for(name: str, kind: str, options: argparse.Namespace) -> VlmDataset | None:
+    """The dataset of a name that is for a preset's family."""
+    found = [open_dataset(path) for label, path in options.data if label == kind]
+    return next((each for each in found if each.manifest.model_family.name == preset(name).data_family), None)
+
+
+def measure(way: str, name: str, dataset: VlmDataset, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of a way of a preset."""
-    wanted = preset(name).data_family
-    (dataset,) = [each for each in datasets if each.manifest.model_family.name == wanted]
     tokenizer, architecture = dataset.manifest.tokenizer, preset(name)
     if architecture.language.vocab_size < tokenizer.vocab_size or DEVICE.type == "cpu":
         architecture = architecture.with_vocabulary(tokenizer)
@@ -131,29 +170,46 @@ def measure(way: str, name: str, datasets: list[VlmDataset], options: argparse.N
     emptied()
     model = peer_of(architecture, checkpointing=False)
     if "Liger" in way:
-        with_liger(model, fused_loss=way.startswith("padded"))
+        with_liger(model)
     timing: Callable[..., dict[str, Any]] = time_padded if way.startswith("padded") else time_packs
     return timing(model, architecture, dataset, options)
+
+
+def few_configurations() -> None:
+    """Restricts Triton's choice for the delta net, as the bundled trainer does."""
+    if DEVICE.type == "cuda" and importlib.util.find_spec("fla") is not None:
+        from model.kernels.configurations import choose_configurations
+
+        choose_configurations(128, 128, torch.cuda.get_device_capability(DEVICE))
+
+
+def labelled(text: str) -> tuple[str, Path]:
+    """Splits NAME=FOLDER."""
+    name, _, path = text.rpartition("=")
+    return name or "data", Path(path)
 
 
 def main() -> None:
     """Measures all ways and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, action="append", required=True, help="a dataset; repeat for each family")
+    parser.add_argument("--data", type=labelled, action="append", required=True, help="NAME=FOLDER; repeatable")
     parser.add_argument("--presets", nargs="+", default=["2b", "qwen3-vl-2b"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--capacity", type=int, default=16384, help="tokens of a pack")
+    parser.add_argument(
+        "--capacity", type=int, nargs="+", default=[16384], help="tokens of a pack, the first that fits"
+    )
     parser.add_argument("--start", type=int, default=8, help="the batch with which the search for the largest begins")
     parser.add_argument("--largest", type=int, default=64, help="the largest batch to try")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=49152, help="about how many tokens are timed")
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="write the kernels of a step on packs")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no way begins")
     parser.add_argument("--label", default="", help="of the result files")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     import transformers
 
-    datasets = [open_dataset(path) for path in options.data]
+    few_configurations()
     about: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "benchmarks/adapter_peer.py", *sys.argv[1:]]),
@@ -164,19 +220,24 @@ def main() -> None:
         "presets": {},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / "-".join(filter(None, ["adapter-peer", options.label, about["date"]]))
-    for name in options.presets:
-        ways = about["presets"][name] = {}
-        for way in options.ways:
-            if time.monotonic() - STARTED > options.limit:
-                print(f"  {name} {way}: left out, --limit has passed", flush=True)
-                continue
-            ways[way] = measure(way, name, datasets, options)
-            print(f"  {name} {way}: {json.dumps(ways[way])}", flush=True)
-            stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-            stem.with_suffix(".md").write_text(
-                report(about, "transformers' model on packs, beside padded batches", WAYS[1])
-            )
+    label = options.label
+    stem = options.out / "-".join(filter(None, ["adapter-peer", label, about["date"]]))
+    kinds = list(dict.fromkeys(kind for kind, _ in options.data))
+    for name, kind, way in itertools.product(options.presets, kinds, options.ways):
+        if (dataset := dataset_for(name, kind, options)) is None:
+            continue
+        ways = about["presets"].setdefault(f"{name}, {kind}", {})
+        if time.monotonic() - STARTED > options.limit:
+            print(f"  {name} {kind} {way}: left out, --limit has passed", flush=True)
+            continue
+        begun = time.monotonic()
+        options.label = "-".join(filter(None, [label, name, kind]))
+        ways[way] = measure(way, name, dataset, options) | {"way_seconds": time.monotonic() - begun}
+        print(f"  {name} {kind} {way}: {json.dumps(ways[way])}", flush=True)
+        stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+        stem.with_suffix(".md").write_text(
+            report(about, "transformers' model on packs, beside padded batches", WAYS[1])
+        )
     print(stem.with_suffix(".md").read_text())
 
 

@@ -31,16 +31,17 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PREPROCESS = """
 import shutil, sys, time
 from vlmdata.cli.main import main
-data, workers = sys.argv[1:3]
-options = ["--limit", "{rows}", "--rows-per-shard", "16", "-j", workers]
-shutil.rmtree(data, ignore_errors=True)
-sys.argv = ["vlmdata", "preprocess", "demo", *options, "--out", data]
-begun = time.perf_counter()
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-print("took", time.perf_counter() - begun)
+if __name__ == "__main__":  # worker processes import this file again
+    data, workers = sys.argv[1:3]
+    options = ["--limit", "{rows}", "--rows-per-shard", "16", "-j", workers]
+    shutil.rmtree(data, ignore_errors=True)
+    sys.argv = ["vlmdata", "preprocess", "demo", *options, "--out", data]
+    begun = time.perf_counter()
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+    print("took", time.perf_counter() - begun)
 """
 LOAD = """
 import sys, time

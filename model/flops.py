@@ -1,10 +1,11 @@
 """Model FLOP of a batch: the minimum arithmetic of the model, without padding and recomputation.
 
 A multiply-add counts as 2 FLOP. A family supplies the coefficients (``model/families/NAME/spec.py``). All families
-share these terms, per sample with images of p patches, forward:
+share these terms, per sample with images, and temporal patches of videos, of p patches, forward:
 
 - per target: the output layer over the whole vocabulary; tokens that are not targets need no logits;
-- per patch: patch embedding from 768 stored values, vision blocks, and for every four patches the mergers;
+- per patch: patch embedding from 768 stored values (1,536 in a video), vision blocks, and for every four patches the
+  mergers;
 - per squared patch: 4 hidden p^2 per vision block.
 
 The backward pass of a matrix product computes two more products of the same size: the gradient of its weights, which a
@@ -39,8 +40,10 @@ class StepFlops:
         per_token: FLOP per token.
         per_token_squared: FLOP per squared token of a sample.
         per_patch: FLOP per vision patch.
-        per_patch_squared: FLOP per squared patch of an image.
+        per_patch_squared: FLOP per squared patch of an image, or of a temporal patch of a video.
         per_target: FLOP per target.
+        per_second_frame: FLOP per patch of a video in addition, to embed its second frame. At most 0.3 % of
+            ``per_patch``, so the loader's cost model leaves it out.
     """
 
     per_token: int
@@ -48,20 +51,26 @@ class StepFlops:
     per_patch: int
     per_patch_squared: int
     per_target: int
+    per_second_frame: int = 0
 
-    def of(self, lengths: npt.NDArray[np.int64], patches: npt.NDArray[np.int64]) -> float:
-        """FLOP of samples with true lengths (n,) and images with patch counts (N,), without ``per_target``."""
+    def of(self, lengths: npt.NDArray[np.int64], patches: npt.NDArray[np.int64], of_videos: int = 0) -> float:
+        """FLOP of samples with true lengths (n,) and attention spans of the tower with patch counts (N,).
+
+        A span is an image, or a temporal patch of a video; ``of_videos`` is the number of patches in the latter.
+        ``per_target`` is not counted.
+        """
         tokens, spans = lengths.astype(np.float64), patches.astype(np.float64)
         text = self.per_token * tokens.sum() + self.per_token_squared * (tokens**2).sum()
-        return float(text + self.per_patch * spans.sum() + self.per_patch_squared * (spans**2).sum())
+        tower = self.per_patch * spans.sum() + self.per_patch_squared * (spans**2).sum()
+        return float(text + tower + self.per_second_frame * of_videos)
 
-    def of_images(self, patches: npt.NDArray[np.int64]) -> float:
-        """FLOP of the vision tower on images with patch counts (N,)."""
-        return self.of(np.zeros(0, np.int64), patches)
+    def of_vision(self, patches: npt.NDArray[np.int64], of_videos: int = 0) -> float:
+        """FLOP of the vision tower; the arguments are those of :meth:`of`."""
+        return self.of(np.zeros(0, np.int64), patches, of_videos)
 
     def without_vision(self) -> StepFlops:
         """Returns the formula of the language model alone."""
-        return replace(self, per_patch=0, per_patch_squared=0)
+        return replace(self, per_patch=0, per_patch_squared=0, per_second_frame=0)
 
     def cost_model(self) -> CostModel:
         """Returns the formula as the loader's cost model, which balances packs over ranks."""
@@ -118,6 +127,7 @@ def step_flops(
         # Attention scores of all blocks.
         per_patch_squared=(3 if of_vision else 1) * vision.depth * 4 * vision.hidden_size,
         per_target=passes * outputs * 2 * language.hidden_size * language.vocab_size,
+        per_second_frame=(1 + of_vision) * _embedding_per_frame(vision),  # pixels need no gradient
     )
 
 
@@ -127,14 +137,18 @@ def _vision_per_patch(vision: VisionArchitecture, of_vision: bool, of_merger: bo
     The last two say whether the encoder and the mergers are trained.
     """
     width, merged = vision.hidden_size, vision.hidden_size * vision.merge_unit
-    embedding = 2 * vision.patch_values // vision.temporal_patch_size * width
     blocks = vision.depth * (2 * 4 * width * width + 2 * 2 * width * vision.intermediate_size)
     merger = (1 + len(vision.deepstack_layers)) * 2 * width * (merged + vision.out_hidden_size)
     return (
-        (1 + of_vision) * embedding  # pixels need no gradient
+        (1 + of_vision) * _embedding_per_frame(vision)  # pixels need no gradient
         + (1 + 2 * of_vision) * blocks
         + (1 + of_merger + (of_merger or of_vision)) * merger  # whose norm comes before its products
     )
+
+
+def _embedding_per_frame(vision: VisionArchitecture) -> int:
+    """Forward FLOP to embed one frame of a patch."""
+    return 2 * vision.patch_values // vision.temporal_patch_size * vision.hidden_size
 
 
 def _attention_per_token(language: LanguageArchitecture, gate: bool) -> int:

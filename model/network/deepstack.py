@@ -1,9 +1,9 @@
-"""Deepstack: image features that the first decoder layers add to their outputs.
+"""Deepstack: features of images and videos that the first decoder layers add to their outputs.
 
-Mirrors ``_deepstack_process`` of transformers' ``Qwen3VLTextModel``. The features of an image token are the merged
+Mirrors ``_deepstack_process`` of transformers' ``Qwen3VLTextModel``. The features of a placeholder are the merged
 outputs of some blocks of the vision tower, one for each of the first layers.
 
-Shapes: tokens on this rank t, image tokens among them m, layers that still add features k, hidden H.
+Shapes: tokens on this rank t, placeholders among them m, layers that still add features k, hidden H.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from model.parallel.packed import PackParams
 
 
 class DeepstackLayer(TransformerLayer):
-    """A decoder layer that adds the first of the remaining image features and hands on the others.
+    """A decoder layer that adds the first of the remaining features and hands on the others.
 
     megatron-core passes ``context`` from layer to layer, beside the hidden states and through recomputation, for
     cross-attention. These layers have none, so it is free for the features.
@@ -28,7 +28,7 @@ class DeepstackLayer(TransformerLayer):
 
         Args:
             args: See ``TransformerLayer.forward``.
-            context: (m, k, H), features in the order of ``packed_seq_params.image_tokens``; None without any.
+            context: (m, k, H), features in the order of ``packed_seq_params.item_tokens``; None without any.
             kwargs: See ``TransformerLayer.forward``; ``packed_seq_params`` must be the pack.
 
         Returns:
@@ -39,6 +39,6 @@ class DeepstackLayer(TransformerLayer):
             return hidden, None
         pack = kwargs["packed_seq_params"]
         assert isinstance(pack, PackParams)
-        assert pack.image_tokens is not None
-        hidden = hidden.index_add(0, pack.image_tokens, context[:, :1])
+        assert pack.item_tokens is not None
+        hidden = hidden.index_add(0, pack.item_tokens, context[:, :1])
         return hidden, context[:, 1:] if context.shape[1] > 1 else None

@@ -1,4 +1,4 @@
-"""The vision tower: maps image patches to one embedding per 2 x 2 patches.
+"""The vision tower: maps patches of images and videos to one embedding per 2 x 2 patches.
 
 Mirrors transformers' ``Qwen3VLVisionModel``, ``Qwen3VLVisionBlock``, ``Qwen3VLVisionMLP`` and
 ``Qwen3VLVisionPatchMerger``; Qwen3.5 has the same without deepstack. Attention and positions are in
@@ -11,14 +11,17 @@ With tensor parallelism, each rank holds some heads and some feed-forward column
 number of patches is arbitrary, so there is no sequence parallelism). Alternatively each rank holds the whole tower and
 encodes different images: layers then send nothing, matrix products are whole, and gradients are summed once per step.
 
-Shapes: patches P, hidden c, heads on this rank n, head width d, image tokens M = P / 4.
+A patch of a video has two different frames, one of an image two equal ones. Beyond the patch embedding both are alike:
+attention is within an image, or within a temporal patch of a video.
+
+Shapes: patches P, hidden c, heads on this rank n, head width d, tokens M = P / 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -86,23 +89,33 @@ class VisionTower(MegatronModule):
             for parameter in self.parameters():  # so the gradient norm counts it once
                 parameter.tensor_model_parallel = False
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Encodes images.
+    def forward(
+        self,
+        patches: Tensor,
+        grids: Sequence[Grid],
+        video_patches: Tensor | None = None,
+        video_grids: Sequence[Grid] = (),
+    ) -> Tensor:
+        """Encodes images and videos together.
 
-        Without images, the tower encodes one black token and drops it from the result, so that all parameters take part
+        With neither, the tower encodes one black token and drops it from the result, so that all parameters take part
         in the backward pass on every rank and get zero gradients.
 
         Args:
             patches: uint8 (P, 768) or floating point (P, 1536), one image after another, in merge order.
             grids: Patches of each image along t, h, w, on the host.
+            video_patches: uint8 (P * 2, 768), the two frames of a patch adjacent, or floating point (P, 1536), one
+                video after another; None without videos.
+            video_grids: Patches of each video along t, h, w, on the host.
 
         Returns:
-            (M, (1 + D) * out_hidden): the embedding of each image token, then those of the D deepstack blocks.
+            (M, (1 + D) * out_hidden): the embedding of each token, of images and then of videos, and after it those of
+            the D deepstack blocks.
         """
-        if not grids:
+        if not grids and not video_grids:
             return self._nothing(patches)
-        images = PatchGeometry.of(self.architecture, grids, patches.device)
-        x_pc = self.patch_embed(patches)
+        images = PatchGeometry.of(self.architecture, (*grids, *video_grids), patches.device)
+        x_pc = self._embed(patches, video_patches if video_grids else None)
         table = self.pos_embed(images.table_rows) * images.table_weights[:, :, None]
         x_pc = x_pc + table.sum(1).to(x_pc.dtype)
         deepstack: list[Tensor] = []
@@ -152,6 +165,13 @@ class VisionTower(MegatronModule):
             for parameter in self.parameters():
                 dist.broadcast(parameter, group=self.sharing_group, group_src=0)
 
+    def _embed(self, patches: Tensor, video_patches: Tensor | None) -> Tensor:
+        """Embeds patches of images, then those of videos, (P, c)."""
+        if video_patches is None:
+            return cast(Tensor, self.patch_embed(patches))
+        of_videos: Tensor = self.patch_embed(video_patches, self.architecture.temporal_patch_size)
+        return torch.cat([self.patch_embed(patches), of_videos]) if len(patches) else of_videos
+
     def _nothing(self, patches: Tensor) -> Tensor:
         side = self.architecture.spatial_merge_size
         black = patches.new_zeros(side * side, patches.shape[1])
@@ -195,7 +215,7 @@ class VisionBlock(MegatronModule):
         self.head_dim = architecture.head_dim
 
     def forward(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
-        """Attends within images, then transforms each patch; (P, c) to (P, c)."""
+        """Attends within images and temporal patches of videos, then transforms each patch; (P, c) to (P, c)."""
         x_pc, normed = self.residual.keep_and_norm(x_pc, self.norm1)
         product, bias = self.qkv(normed)
         # Per head [query, key, value], so a tensor-parallel rank's rows are whole heads.

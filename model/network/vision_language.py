@@ -1,27 +1,27 @@
-"""The whole model: encode images, exchange their embeddings, merge them with the text, decode. Start here.
+"""The whole model: encode images and videos, exchange embeddings, merge them with the text, decode. Start here.
 
 Mirrors transformers' ``Qwen3VLModel`` and ``Qwen3VLForConditionalGeneration``. A family's ``model.py`` adds what only
 its decoder has.
 
 A rank receives a :class:`PackedBatch` from the loader. On the first pipeline stage:
 
-1. Each context-parallel rank encodes its share of the pack's images. If the tower is not tensor parallel, the
-   tensor-parallel ranks encode different images of that share.
-2. Tensor-parallel ranks that encoded different images gather their embeddings. Each context-parallel rank then gets the
+1. Each context-parallel rank encodes its share of the pack's items (images and videos, each as a whole). If the tower
+   is not tensor parallel, the tensor-parallel ranks encode different items of that share.
+2. Tensor-parallel ranks that encoded different items gather their embeddings. Each context-parallel rank then gets the
    embeddings of its own tokens, and no others.
-3. Each rank replaces the placeholder embeddings of its own tokens by image embeddings.
+3. Each rank replaces the placeholder embeddings of its own tokens by those of items.
 4. Under sequence parallelism, tensor-parallel ranks keep their part of the tokens.
 
 If the tower is on ranks of its own, the first stage receives the embeddings from there instead of steps 1 and 2
 (:mod:`model.parallel.row_exchange`).
 
 All ranks derive all sizes from the grids of the whole pack. No rank decides from its own data whether to join a
-collective. A rank without images encodes a dummy image so that all parameters take part.
+collective. A rank without items encodes a dummy image so that all parameters take part.
 
 Pipeline stages send hidden states, and after them what a family's later layers need besides (``beside``): rows of the
 same width.
 
-Shapes: tokens of the pack T, tokens on this rank t, hidden H, image embeddings on this rank m, rows beside r.
+Shapes: tokens of the pack T, tokens on this rank t, hidden H, embeddings of items on this rank m, rows beside r.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
@@ -43,11 +44,13 @@ from model.network.router import RouterState
 from model.network.saved_model import SavedModel
 from model.network.targets import TargetRows
 from model.network.vision import VisionTower
+from model.parallel.embedding_rows import EmbeddingRows, ItemEmbeddings
 from model.parallel.exchange import all_gather_rows, exchange_rows
-from model.parallel.image_rows import ImageEmbeddings, ImageRows
+from model.parallel.item_blocks import ItemBlocks
 from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from model.parallel.row_exchange import RowReceiver
 from vlmdata.batch import PackedBatch
+from vlmdata.wording import counted
 
 
 class VisionLanguageModel(SavedModel):
@@ -62,7 +65,7 @@ class VisionLanguageModel(SavedModel):
         router_state: Shared by all routers; None without experts.
 
     Attributes:
-        receiver: Source of the embeddings of images on the first stage if other ranks hold the tower.
+        receiver: Source of the embeddings of items on the first stage if other ranks hold the tower.
     """
 
     def __init__(
@@ -148,10 +151,10 @@ class VisionLanguageModel(SavedModel):
         return (TargetRows(batch.labels, batch.loss_weights),)
 
     def _tokens_wanted(self, batch: PackedBatch, index: PackIndex) -> IntArray:
-        """Returns the pack tokens whose image embeddings a context-parallel rank needs, from its index."""
+        """Returns the pack tokens whose embeddings of items a context-parallel rank needs, from its index."""
         return index.local
 
-    def _beside(self, batch: PackedBatch, index: PackIndex, found: ImageEmbeddings | None) -> Tensor | None:
+    def _beside(self, batch: PackedBatch, index: PackIndex, found: ItemEmbeddings | None) -> Tensor | None:
         """Returns what goes beside the hidden states from the first stage, (r, 1, H)."""
         return None
 
@@ -191,45 +194,38 @@ class VisionLanguageModel(SavedModel):
         part = len(index.local) // dist.get_world_size(tp)
         return index.local[dist.get_rank(tp) * part :][:part]
 
-    def _encode(self, batch: PackedBatch, index: PackIndex) -> ImageEmbeddings | None:
-        """Encodes this rank's images and exchanges embeddings. Returns None for the language model alone."""
-        if self.receiver is not None:
-            found = self.receiver.receive()
-            _check_placeholders(batch, found.row_of_token, index, self.architecture.image_token_id)
-            return found
-        if self.vision is None:
-            if len(batch.host.image_grid_thw):
-                raise ValueError(
-                    f"pack {batch.pack} has {len(batch.host.image_grid_thw)} images, but the model has no vision tower "
-                    "(language_only): train on data without images, or with the tower"
-                )
+    def _encode(self, batch: PackedBatch, index: PackIndex) -> ItemEmbeddings | None:
+        """Encodes this rank's items and exchanges embeddings. Returns None for the language model alone."""
+        if self.receiver is None and self.vision is None:
+            _require_no_items(batch)
             return None
+        blocks = ItemBlocks.of(batch, self.architecture.vision.merge_unit)
+        _check_placeholders(batch, blocks, index, self.architecture)
+        if self.receiver is not None:
+            return self.receiver.receive(blocks)
+        assert self.vision is not None
         cp, sharing = self.pg_collection.cp, self.vision.sharing_group
         size, rank = dist.get_world_size(cp), dist.get_rank(cp)
-        images = ImageRows.of(
-            batch,
-            self.architecture.vision.merge_unit,
-            size,
-            rank,
-            dist.get_world_size(sharing),
-            dist.get_rank(sharing),
-        )
+        parts, part = dist.get_world_size(sharing), dist.get_rank(sharing)
+        items = EmbeddingRows.of(batch, blocks, size, rank, parts, part)
+        routes = items.routes([self._tokens_wanted(batch, each) for each in index.of_all_ranks(size)])
         assert batch.patches is not None
-        _check_placeholders(batch, images.row_of_token, index, self.architecture.image_token_id)
-        routes = images.routes([self._tokens_wanted(batch, each) for each in index.of_all_ranks(size)])
-        rows = self.vision(images.patches_of(batch.patches), images.grids)
-        rows = all_gather_rows(rows, images.part_counts, sharing, sum_gradients=False)
+        patches, videos = items.images.of(batch.patches), batch.video_patches
+        rows = self.vision(
+            patches, items.images.grids, None if videos is None else items.videos.of(videos), items.videos.grids
+        )
+        rows = all_gather_rows(rows, items.part_counts, sharing, sum_gradients=False)
         if size > 1:
             rows = exchange_rows(rows, to_device(routes.outgoing, rows.device), routes.sent, routes.received, cp)
-        return ImageEmbeddings(rows, routes.wanted, images.row_of_token)
+        return ItemEmbeddings(rows, routes.wanted, items.row_of_token)
 
-    def _merge(self, input_ids: Tensor, found: ImageEmbeddings | None, tokens: IntArray) -> Tensor:
-        """Embeds tokens and inserts image embeddings; (1, t) to (t, 1, H)."""
+    def _merge(self, input_ids: Tensor, found: ItemEmbeddings | None, tokens: IntArray) -> Tensor:
+        """Embeds tokens and inserts the embeddings of items; (1, t) to (t, 1, H)."""
         embedded: Tensor = self.language.embedding(input_ids=input_ids, position_ids=None)
         if found is None:
             return embedded
         where, which = found.places(tokens)
-        # Adding the sum keeps the tower and the exchange in the graph of every rank, with or without image tokens. The
+        # Adding the sum keeps the tower and the exchange in the graph of every rank, with or without placeholders. The
         # exchange's backward pass is a collective.
         source = found.rows[:, : embedded.shape[-1]].index_select(0, which).unsqueeze(1).to(embedded.dtype)
         return embedded.index_copy(0, where, source) + 0.0 * found.rows.sum().to(embedded.dtype)
@@ -248,16 +244,34 @@ class VisionLanguageModel(SavedModel):
         return mask.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
 
 
-def _check_placeholders(batch: PackedBatch, row_of_token: IntArray, index: PackIndex, image_token_id: int) -> None:
-    """Checks on the CPU, where it costs nothing, that the image positions match the ids."""
+def _require_no_items(batch: PackedBatch) -> None:
+    """Raises an error for a pack with images or videos in a model without a tower."""
+    images, videos = len(batch.host.image_starts), len(batch.host.video_starts)
+    if images or videos:
+        found = " and ".join(counted(n, kind) for n, kind in ((images, "image"), (videos, "video")) if n)
+        raise ValueError(
+            f"pack {batch.pack} has {found}, but the model has no vision tower (language_only): train on data without "
+            "images and videos, or with the tower"
+        )
+
+
+def _check_placeholders(batch: PackedBatch, blocks: ItemBlocks, index: PackIndex, architecture: Architecture) -> None:
+    """Checks on the CPU, where it costs nothing, that the positions of images and videos match the ids."""
     assert batch.input_ids is not None
     if batch.input_ids.device.type != "cpu":
         return
-    ids, where = batch.input_ids[0], torch.from_numpy(np.flatnonzero(row_of_token[index.local] >= 0))
-    found = int((ids == image_token_id).sum())
-    if found != where.numel() or not bool((ids[where] == image_token_id).all()):
+    ids = batch.input_ids[0]
+    _check_kind(batch, "image", ids, blocks.are_of(videos=False)[index.local], architecture.image_token_id)
+    if len(batch.host.video_starts):
+        _check_kind(batch, "video", ids, blocks.are_of(videos=True)[index.local], architecture.video_token_id)
+
+
+def _check_kind(batch: PackedBatch, kind: str, ids: Tensor, wanted: npt.NDArray[np.bool_], token_id: int) -> None:
+    """Checks that the tokens of this rank have a placeholder's id exactly where its items are, bool (t,)."""
+    found = ids == token_id
+    if not torch.equal(found, torch.from_numpy(wanted)):
         raise ValueError(
-            f"pack {batch.pack} has {found} tokens of id {image_token_id} (<|image_pad|>), but its image grids cover "
-            f"{where.numel()}, or other places; does the architecture use the dataset's vocabulary? "
+            f"pack {batch.pack} has {int(found.sum())} tokens of id {token_id} (<|{kind}_pad|>), but its {kind} grids "
+            f"cover {int(wanted.sum())}, or other places; does the architecture use the dataset's vocabulary? "
             "See Architecture.with_vocabulary"
         )

@@ -31,9 +31,15 @@ class VisionModel(SavedModel):
         self.vision, self.metrics = vision, MetricSums()
         self.metric_names: tuple[str, ...] = ()
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Encodes images; see :meth:`VisionTower.forward`."""
-        rows: Tensor = self.vision(patches, grids)
+    def forward(
+        self,
+        patches: Tensor,
+        grids: Sequence[Grid],
+        video_patches: Tensor | None = None,
+        video_grids: Sequence[Grid] = (),
+    ) -> Tensor:
+        """Encodes images and videos; see :meth:`VisionTower.forward`."""
+        rows: Tensor = self.vision(patches, grids, video_patches, video_grids)
         return rows
 
 

@@ -42,8 +42,8 @@ class PackParams(PackedSeqParams):
     #: int64 (T,), for each token of the pack its row in the rank-order concatenation of all ranks' tokens; None
     #: without context parallelism.
     gathered_order: torch.Tensor | None = None
-    #: int64 (m,), image tokens among the tokens that this rank's layers compute; None if no layer adds image features.
-    image_tokens: torch.Tensor | None = None
+    #: int64 (m,), placeholders among the tokens that this rank's layers compute; None if no layer adds their features.
+    item_tokens: torch.Tensor | None = None
 
     @cached_property
     def sample_starts(self) -> torch.Tensor:

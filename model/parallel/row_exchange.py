@@ -1,4 +1,4 @@
-"""Sends image rows from the ranks of the tower to the language model, and their gradients back.
+"""Sends rows of images and videos from the ranks of the tower to the language model, and their gradients back.
 
 Each direction has a group of its own. In a step every rank takes part in the exchange of every micro-batch, in order,
 with sizes from the plan. So ranks cannot wait for each other in a circle. The language model asks for rows as many
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model.parallel.embedding_rows import ItemEmbeddings
 from model.parallel.exchange import all_gather_rows
-from model.parallel.image_rows import ImageEmbeddings
+from model.parallel.item_blocks import ItemBlocks
 from model.parallel.packed import to_device
 from model.parallel.separation import Separation
 from model.parallel.vision_rows import MicroBatchRows, Transfer, even_parts
@@ -99,8 +100,8 @@ class RowReceiver:
         for number in range(self._ahead):
             self._request(number)
 
-    def receive(self) -> ImageEmbeddings:
-        """Returns the rows of the next micro-batch that this context-parallel rank places."""
+    def receive(self, blocks: ItemBlocks) -> ItemEmbeddings:
+        """Returns the rows that this context-parallel rank places in the pack with these blocks, the next one."""
         number = self._next
         self._next = number + 1
         self._request(number + self._ahead)
@@ -116,7 +117,7 @@ class RowReceiver:
         # All of these ranks have the same gradient of all rows, and each returns that of its part.
         counts = even_parts(len(wanted), self._ranks.tensor)
         rows = all_gather_rows(part, counts, self._tensor_group, sum_gradients=False)
-        return ImageEmbeddings(rows, wanted, micro_batch.row_of_token[data])
+        return ItemEmbeddings(rows, wanted, micro_batch.row_of_token(data, blocks))
 
     def finish(self) -> None:
         """Ends a step: waits until all gradients are sent."""

@@ -1,10 +1,14 @@
-"""Which image rows of a micro-batch go from which rank of the tower to which rank of the language model.
+"""Which rows of a micro-batch's images and videos go from a rank of the tower to a rank of the language model.
 
 Everything follows from the plan, so nothing is negotiated. Rows of a micro-batch are numbered by the data-parallel rank
-of the tower that computes them, then by pack, then by image. Tensor-parallel ranks of the tower each send an equal part
-of their rows, and those of the language model each receive one and gather them.
+of the tower that computes them, then as the tower takes them: images before videos, by pack and by place in it.
+Tensor-parallel ranks of the tower each send an equal part of their rows, and those of the language model each receive
+one and gather them.
 
-Shapes: tokens of a pack T, rows of a micro-batch R, images of a pack N.
+A context-parallel rank of the language model gets the rows of its own image tokens, and all rows of its pack's videos:
+the plan comes from the index, which does not say where the blocks of a video are after the first one.
+
+Shapes: tokens of a pack T, rows of a micro-batch R, images and videos of a pack N.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.parallel.image_rows import rows_of_tokens, rows_wanted
+from model.parallel.embedding_rows import rows_wanted
+from model.parallel.item_blocks import ItemBlocks, rows_of_tokens
 from model.parallel.packed import IntArray, PackIndex
 from model.parallel.separation import Separation
 from vlmdata.loader.request.pack_request import PackImages
@@ -36,7 +41,8 @@ class MicroBatchRows:
     """The rows of a micro-batch."""
 
     packs: Sequence[PackImages]  # the packs of the data-parallel ranks of the language model
-    row_of_token: tuple[IntArray, ...]  # for each pack int64 (T,): the row of each token; -1 for text
+    firsts: tuple[IntArray, ...]  # for each pack int64 (N,): the first row of each image and video
+    counts: tuple[IntArray, ...]  # for each pack int64 (N,): their number of rows
     bounds: IntArray  # int64 (vision ranks + 1,): rank v of the tower sends rows [bounds[v], bounds[v + 1])
     ranks: Separation
     following: bool  # whether a rank also needs the rows of the tokens that follow its own (multi-token prediction)
@@ -44,26 +50,36 @@ class MicroBatchRows:
     @classmethod
     def of(cls, packs: Sequence[PackImages], ranks: Separation, merge_unit: int, following: bool) -> MicroBatchRows:
         """Numbers the rows of packs, of ``merge_unit`` patches each; for ``following`` see the class."""
-        counts = np.concatenate([each.image_grid_thw.prod(1) // merge_unit for each in packs])
+        counts = np.concatenate([each.grids.prod(1) // merge_unit for each in packs])
         owners = np.concatenate([each.owners for each in packs])
-        order = np.argsort(owners, kind="stable")
+        order = np.lexsort((np.concatenate([each.are_videos for each in packs]), owners))
         first = np.empty(len(counts), np.int64)
         first[order] = np.cumsum(counts[order]) - counts[order]
-        ends = np.cumsum([len(each.image_starts) for each in packs])[:-1]
-        row_of_token = [
-            rows_of_tokens(int(pack.cu_seqlens_padded[-1]), pack.image_starts, *of_pack)
-            for pack, *of_pack in zip(packs, np.split(first, ends), np.split(counts, ends), strict=True)
-        ]
+        ends = np.cumsum([len(each.starts) for each in packs])[:-1]
         of_replica = np.bincount(owners, weights=counts, minlength=ranks.replicas).astype(np.int64)
         parts = [part for rows in of_replica.tolist() for part in even_parts(rows, ranks.vision_tensor)]
-        return cls(packs, tuple(row_of_token), np.cumsum([0, *parts]), ranks, following)
+        of_packs = tuple(np.split(first, ends)), tuple(np.split(counts, ends))
+        return cls(packs, *of_packs, np.cumsum([0, *parts]), ranks, following)
 
     def wanted(self, data: int, context: int) -> IntArray:
         """Returns the rows that a context-parallel rank of the language model places, ascending, each once."""
         pack = self.packs[data]
         index = PackIndex.of_boundaries(pack.cu_seqlens, pack.cu_seqlens_padded, self.ranks.context, context)
         tokens = np.concatenate([index.local, index.following]) if self.following else index.local
-        return rows_wanted(self.row_of_token[data], tokens, int(self.bounds[-1]))
+        total, firsts, counts = int(self.bounds[-1]), self.firsts[data], self.counts[data]
+        of_images, of_videos = ~pack.are_videos, pack.are_videos
+        row_of_token = rows_of_tokens(
+            int(pack.cu_seqlens_padded[-1]), pack.starts[of_images], firsts[of_images], counts[of_images]
+        )
+        rows = [rows_wanted(row_of_token, tokens, total)]
+        rows += [
+            np.arange(a, a + n) for a, n in zip(firsts[of_videos].tolist(), counts[of_videos].tolist(), strict=True)
+        ]
+        return np.sort(np.concatenate(rows)) if len(rows) > 1 else rows[0]
+
+    def row_of_token(self, data: int, blocks: ItemBlocks) -> IntArray:
+        """Returns the row of each token of a pack, int64 (T,), -1 for text; ``blocks`` are those of the pack."""
+        return blocks.spread(self.firsts[data])
 
     def part(self, wanted: IntArray, tensor: int) -> IntArray:
         """Returns the part of a rank's wanted rows that its tensor-parallel rank receives."""

@@ -99,7 +99,8 @@ def open_loader(
     """Opens the loader of this rank. Packs are balanced over ranks by this model's cost, given its frozen parts.
 
     Raises:
-        ConfigError: If no data is given, sizes are incompatible, or data has images and the model no vision tower.
+        ConfigError: If no data is given, sizes are incompatible, or data has images or videos and the model no vision
+            tower.
     """
     data, parallel, model = config.data, config.parallel, config.model
     require_data_named(data)
@@ -141,19 +142,19 @@ def open_loader(
     for dataset in loader.datasets:
         require_data_family(architecture, dataset.manifest, dataset.name)
     if model.language_only:
-        _require_no_images(data, loader)
+        _require_no_items(data, loader)
     return loader
 
 
-def _require_no_images(data: DataConfig, loader: StreamingLoader) -> None:
-    """Raises an error if a dataset that the run reads has images."""
+def _require_no_items(data: DataConfig, loader: StreamingLoader) -> None:
+    """Raises an error if a dataset that the run reads has images or videos."""
     shares = data.blend or (1.0,) * len(loader.datasets)
     for dataset, share in zip(loader.datasets, shares, strict=True):
-        images = dataset.manifest.totals.items
-        if images and share > 0:
+        items = dataset.manifest.totals.items
+        if items and share > 0:
             raise ConfigError(
-                f"{dataset.name} has {counted(images, 'image')}, but model.language_only builds no vision tower: give "
-                "data without images, or leave model.language_only out"
+                f"{dataset.name} has {counted(items, 'image or video', 'images and videos')}, but model.language_only "
+                "builds no vision tower: give data without them, or leave model.language_only out"
             )
 
 

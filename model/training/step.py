@@ -43,6 +43,7 @@ class StepResult:
         tokens: Number of true tokens.
         slots: Token capacity: packs x capacity.
         images: Number of images.
+        videos: Number of videos.
         patches: Number of vision patches.
         flops: Model FLOP, forward and backward (:mod:`model.flops`).
         seconds: From the begin of the step, or the end of the previous step if that is later, to the end of the step.
@@ -85,6 +86,7 @@ class StepResult:
     language_wait: float | None = None
     memory_retries: int = 0
     lr: float = 0.0
+    videos: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class _Counted:
         self._batches, self._flops, self._every, self._busy = batches, flops, every, busy
         self._origins: list[tuple[int, int, tuple[str, ...]]] = []
         self.masked: set[tuple[int, int]] = set()
-        self.tokens = self.images = self.patches = 0
+        self.tokens = self.images = self.videos = self.patches = 0
         self.flops = self.vision_flops = self.wait = 0.0
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -135,12 +137,16 @@ class _Counted:
         if self._origins or not self._busy():
             self.wait += time.perf_counter() - begun
         lengths = np.diff(batch.host.cu_seqlens)
-        patches = batch.host.image_grid_thw.prod(axis=1)
+        images, videos = batch.host.image_grid_thw, batch.host.video_grid_thw
+        # Attention of the tower is within an image, or within a temporal patch of a video.
+        spans = np.concatenate([images.prod(axis=1), np.repeat(videos[:, 1] * videos[:, 2], videos[:, 0])])
+        of_videos = int(videos.prod(axis=1).sum())
         self.tokens += batch.true_tokens
-        self.images += len(patches)
-        self.patches += int(patches.sum())
-        self.flops += self._flops.of(lengths, patches)
-        self.vision_flops += self._flops.of_images(patches)
+        self.images += len(images)
+        self.videos += len(videos)
+        self.patches += int(spans.sum())
+        self.flops += self._flops.of(lengths, spans, of_videos)
+        self.vision_flops += self._flops.of_vision(spans, of_videos)
         self.masked.update((batch.origins[i].dataset, batch.origins[i].index) for i in batch.masked)
         if batch.micro_batch % self._every == 0:
             self._origins.append((batch.epoch, batch.step, batch.sample_keys))
@@ -252,8 +258,9 @@ class Stepper:
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
         slots = self._micro_batches * self._capacity
-        counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops, counted.vision_flops)
-        total = to_device(np.array([0.0, 0.0, 0.0, *(counts if whole else [0.0] * 6)]), self._device)
+        items = (counted.images, counted.videos, counted.patches)
+        counts = (counted.tokens, slots, *items, counted.flops, counted.vision_flops)
+        total = to_device(np.array([0.0, 0.0, 0.0, *(counts if whole else [0.0] * len(counts))]), self._device)
         if speaks:
             total[:3] += losses.sum(0)
         memory, retries = device_memory(self._device)
@@ -282,7 +289,7 @@ class Stepper:
         counted = launched.counted
         each_loss, (norm,), sums, extra, most = launched.results.get()
         waits = (0.0, 0.0) if self._vision is None else self._longest_waits(self._vision)
-        loss, weight, targets, tokens, all_slots, images, patches, flops, vision_flops = sums
+        loss, weight, targets, tokens, all_slots, images, videos, patches, flops, vision_flops = sums
         wait, most_memory, vision_memory, retries, stop, any_masked, overflow = most
         names = unwrapped(self._learner.model[0]).metric_names
         extra_losses = named_means(names, extra)
@@ -295,6 +302,7 @@ class Stepper:
             tokens=int(tokens),
             slots=int(all_slots),
             images=int(images),
+            videos=int(videos),
             patches=int(patches),
             flops=flops + self._flops.per_target * targets,
             vision_flops=vision_flops,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from model.architecture import Architecture
+from model.network.patch_geometry import Grid
+from model.parallel.packed import IntArray
 from model.parallel.row_exchange import RowFormat, RowReceiver, RowSender
 from model.parallel.separation import Separation, separation
 from model.parallel.vision_rows import MicroBatchRows
@@ -70,7 +72,7 @@ class VisionSide:
 
         Args:
             images: Packs, first by micro-batch, then by data-parallel rank.
-            batches: On a rank of the tower their packs, in this order, with the pixels of this rank's images.
+            batches: On a rank of the tower their packs, in this order, with the pixels that this rank encodes.
             language: Runs the language model's schedule.
             forward_only: Whether to omit backward passes.
 
@@ -116,24 +118,34 @@ class VisionSide:
             rows = made.pop(number)
             if trained:
                 gradient = sender.gradient(number, len(rows))
-                if rows.requires_grad:  # not without images
+                if rows.requires_grad:  # not without images and videos
                     torch.autograd.backward(rows, gradient)
             else:
                 sender.wait(number)
             forward(number + self._ahead)
 
     def _encode(self, packs: Sequence[PackedBatch]) -> Tensor:
-        """Returns the rows of this rank's images in the packs of a micro-batch, (m, W)."""
-        grids = [
-            (int(t), int(h), int(w))
-            for pack in packs
-            for t, h, w in pack.host.image_grid_thw[pack.host.image_indices].tolist()
-        ]
-        if not grids:
+        """Returns the rows of this rank's images in the packs of a micro-batch, then those of its videos, (m, W)."""
+        hosts = [pack.host for pack in packs]
+        images = _grids([each.image_grid_thw[each.image_indices] for each in hosts])
+        videos = _grids([each.video_grid_thw[each.video_indices] for each in hosts])
+        if not images and not videos:
             return self._rows.empty(0)
-        patches = [pack.patches for pack in packs if pack.patches is not None and len(pack.patches)]
-        rows: Tensor = self._learner.model[0](patches[0] if len(patches) == 1 else torch.cat(patches), grids)
+        patches = _joined([pack.patches for pack in packs])
+        rows: Tensor = self._learner.model[0](patches, images, _joined([pack.video_patches for pack in packs]), videos)
         return rows
+
+
+def _grids(of_packs: Sequence[IntArray]) -> list[Grid]:
+    """Returns the grids of some items of each pack, one pack after another."""
+    return [(t, h, w) for grids in of_packs for t, h, w in grids.tolist()]
+
+
+def _joined(of_packs: Sequence[Tensor | None]) -> Tensor | None:
+    """Joins the patches of packs, one after another; None if no pack has any tensor."""
+    there = [each for each in of_packs if each is not None]
+    filled = [each for each in there if len(each)]
+    return torch.cat(filled) if len(filled) > 1 else next(iter([*filled, *there]), None)
 
 
 def vision_side(

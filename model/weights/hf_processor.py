@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -24,8 +25,6 @@ _JOINT = "processor_config.json"
 #: Any of these is a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 _PROCESSOR = "Qwen3VLProcessor"
-#: As in published checkpoints; datasets hold no videos.
-_VIDEO_SIZE = {"shortest_edge": 4096, "longest_edge": 25_165_824}
 #: Pillow's number for the bicubic filter.
 _BICUBIC = 3
 
@@ -170,9 +169,20 @@ def write_processor(dataset: DatasetFiles, out: Path) -> None:
     names = {"processor_class": _PROCESSOR}
     images = {"image_processor_type": "Qwen2VLImageProcessorFast", "size": image, "do_convert_rgb": True}
     _write(out / _IMAGES, {**names, **images, "resample": _BICUBIC, **constants})
-    videos = {"video_processor_type": "Qwen3VLVideoProcessor", "size": _VIDEO_SIZE}
+    videos = {"video_processor_type": "Qwen3VLVideoProcessor", **_video_settings(dataset.manifest)}
     _write(out / _VIDEOS, {**names, **videos, **constants})
     _write(out / _GENERATION, _generation(out / _GENERATION, stops, tokenizer.pad))
+
+
+def _video_settings(manifest: Manifest) -> dict[str, Any]:
+    """Returns how the processor samples and resizes videos: as the dataset did, or those of published checkpoints."""
+    rules = manifest.model_family.video
+    assert rules is not None  # families that the trainer builds have videos
+    recorded = manifest.config["options"].get("video")  # datasets of older versions have none
+    made = dataclasses.asdict(rules.defaults) if recorded is None else recorded
+    settings = {name: made[name] for name in ("fps", "min_frames", "max_frames")}
+    settings["size"] = {"shortest_edge": made["min_pixels"], "longest_edge": made["max_pixels"]}
+    return settings | ({"cap_pixels_per_frame": True} if made["cap_pixels_per_frame"] else {})
 
 
 def _generation(path: Path, stops: list[int], pad: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.loader.helpers import epoch_of
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.integrations import delta_net
+from vlmdata.integrations import attention, delta_net
 from vlmdata.integrations.transformers import is_packed, packed, packed_forward, packed_inputs, token_losses
 
 #: Some 20 units in the last place of a loss of 8 in float32.
@@ -52,7 +52,9 @@ def assert_same_gradients(one: Any, other: Any, at_least: int) -> None:
         assert (together.grad is None) == (alone.grad is None), name
         if alone.grad is not None:
             scale = float(alone.grad.abs().max())
-            assert float((together.grad - alone.grad).abs().max()) <= 1e-4 * scale + 1e-6, name
+            # The decay of a delta net is a sum over all tokens that cancels: float32 alone gives 1e-4.
+            most = 4e-4 if name.endswith(("A_log", "dt_bias")) else 1e-4
+            assert float((together.grad - alone.grad).abs().max()) <= most * scale + 1e-6, name
             compared += scale > 0
     assert compared >= at_least
 
@@ -154,6 +156,62 @@ class TestEqualToSamples:
         assert state_of(model) == before
         assert not is_packed(model)
 
+    def test_attention_is_computed_within_segments(
+        self, model_type: str, packs: Packs, samples: Samples, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No mask is made, and no attention has more tokens than the longest segment or image."""
+        model, batch, calls = model_of(model_type), with_images(packs(model_type)), []
+
+        def watched(query: Any, key: Any, value: Any, attn_mask: Any = None, **kwargs: Any) -> Any:
+            assert attn_mask is None
+            calls.append((key.shape[2], kwargs["is_causal"]))
+            return scaled_dot_product_attention(query, key, value, **kwargs)
+
+        monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
+        monkeypatch.setattr("transformers.masking_utils.sdpa_mask", None)
+        with packed(model), torch.no_grad():
+            token_losses(model, batch)
+        lengths = [length for length in batch.cu_seqlens_padded.diff().tolist() if length > 1]
+        assert set(lengths) <= {length for length, causal in calls if causal}
+        assert max(length for length, causal in calls if causal) == max(lengths)
+        assert max(length for length, causal in calls if not causal) <= int(batch.image_grid_thw.prod(1).max())
+
+    def test_with_a_kernel(
+        self, model_type: str, packs: Packs, samples: Samples, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A stand-in for the kernel of GPUs: decoder and encoder, losses and gradients."""
+        together, alone, calls = tiny_model(model_type), tiny_model(model_type), []
+        batch = with_images(packs(model_type))
+
+        def kernel(q: Any, k: Any, v: Any, bounds: torch.Tensor, longest: int, causal: bool, scale: float) -> Any:
+            assert (q.ndim, bounds.dtype, longest) == (3, torch.int32, int(bounds.diff().max()))
+            calls.append((causal, bounds.tolist()))
+            rows = zip(*(each.transpose(0, 1).split(bounds.diff().tolist(), dim=1) for each in (q, k, v)), strict=True)
+            pieces = [
+                scaled_dot_product_attention(*each, is_causal=causal, scale=scale, enable_gqa=True) for each in rows
+            ]
+            return torch.cat(pieces, dim=1).transpose(0, 1)
+
+        monkeypatch.setattr(attention, "kernel_for", lambda *args: kernel)
+        with packed(together):
+            losses = token_losses(together, batch)
+            losses.sum().backward()
+        kinds = getattr(together.config.text_config, "layer_types", ["full_attention"] * 4)
+        assert calls.count((True, batch.cu_seqlens_padded.tolist())) == kinds.count("full_attention")
+        assert sum(not causal for causal, _ in calls) == 2
+        assert difference(losses, batch, alone, samples(model_type)) < TOLERANCE
+        expected_losses(alone, batch, samples(model_type)).sum().backward()
+        assert_same_gradients(together, alone, at_least=50)
+
+    def test_with_masks(self, model_type: str, packs: Packs, samples: Samples) -> None:
+        """The user's own choice of attention stays."""
+        model, batch = tiny_model(model_type), with_images(packs(model_type))
+        model.set_attn_implementation("eager")
+        with packed(model), torch.no_grad():
+            assert model.config.text_config._attn_implementation == "eager"
+            losses = token_losses(model, batch)
+        assert difference(losses, batch, model_of(model_type), samples(model_type)) < TOLERANCE
+
     def test_with_flash_attention(
         self, model_type: str, packs: Packs, samples: Samples, flash_attention: list[list[int]]
     ) -> None:
@@ -241,6 +299,41 @@ class TestLinearAttention:
         expected_losses(alone, batch, dataset).sum().backward()
         assert_same_gradients(together, alone, at_least=50)
 
+    def test_the_convolution_of_a_package(
+        self, model_type: str, packs: Packs, samples: Samples, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Stand-ins for flash-linear-attention: nothing is taken apart, and layers share one tensor of boundaries."""
+        together, alone = tiny_model(model_type), tiny_model(model_type)
+        batch, module, seen = with_images(packs(model_type)), sys.modules[type(together).__module__], []
+        rule, convolution = module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn
+
+        def kernel(q: Any, k: Any, v: Any, *, g: Any, beta: Any, cu_seqlens: Any, **kwargs: Any) -> Any:
+            lengths = cu_seqlens.diff().tolist()
+            seen.append(cu_seqlens)
+            pieces = zip(*(each.split(lengths, dim=1) for each in (q, k, v, g, beta)), strict=True)
+            return torch.cat([rule(*each[:3], g=each[3], beta=each[4], **kwargs)[0] for each in pieces], dim=1), None
+
+        def convolve(x: Any, weight: Any, bias: Any, activation: str, cu_seqlens: Any, cu_seqlens_cpu: Any) -> Any:
+            assert torch.equal(cu_seqlens, cu_seqlens_cpu)
+            seen.append(cu_seqlens)
+            pieces = x.transpose(1, 2).split(cu_seqlens.diff().tolist(), dim=2)
+            out = [convolution(each, weight, bias, activation=activation) for each in pieces]
+            return torch.cat(out, dim=2).transpose(1, 2), None
+
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", kernel)
+        monkeypatch.setattr(delta_net, "_convolution_kernel", lambda: convolve)
+        with packed(together), packed(tiny_model(model_type)):
+            seen.clear()
+            losses = token_losses(together, batch)
+            losses.sum().backward()
+        assert module.causal_conv1d_fn is convolution
+        own = seen[2:]  # after the trial whether the rule follows boundaries
+        assert [each is own[0] for each in own] == [True] * 4
+        monkeypatch.undo()
+        assert difference(losses, batch, alone, samples(model_type)) < TOLERANCE
+        expected_losses(alone, batch, samples(model_type)).sum().backward()
+        assert_same_gradients(together, alone, at_least=50)
+
     def test_gradient_checkpointing(self, model_type: str, packs: Packs, samples: Samples) -> None:
         together, alone = tiny_model(model_type).train(), tiny_model(model_type)
         batch = with_images(packs(model_type))
@@ -253,6 +346,66 @@ class TestLinearAttention:
             late = token_losses(together, batch).sum()
         with pytest.raises(RuntimeError, match=r"call backward\(\) before `with packed\(model\)` ends"):
             late.backward()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_late_backward_passes_of_attention_fail(implementation: str, packs: Packs) -> None:
+    """Instead of attending to the whole pack."""
+    model = tiny_model("qwen3_vl").train()
+    model.gradient_checkpointing_enable()
+    with packed(model):
+        late = token_losses(model, with_images(packs("qwen3_vl"))).sum()
+    model.set_attn_implementation(implementation)
+    with pytest.raises(RuntimeError, match=r"call backward\(\) before `with packed\(model\)` ends"):
+        late.backward()
+
+
+def test_attention_is_put_back(packs: Packs) -> None:
+    model = tiny_model("qwen3_vl")
+    configs = (model.config.text_config, model.config.vision_config)
+    with packed(model):
+        assert [each._attn_implementation for each in configs] == [attention.DECODER, attention.ENCODER]
+        assert "vlmdata" not in model.config.to_json_string()
+    assert [each._attn_implementation for each in configs] == ["sdpa", "sdpa"]
+    with packed(model):
+        model.set_attn_implementation("eager")
+    assert [each._attn_implementation for each in configs] == ["eager", "eager"]
+
+
+def test_a_prepared_model_in_a_process_that_knows_no_packs(packs: Packs, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model, batch = tiny_model("qwen3_vl"), with_images(packs("qwen3_vl"))
+    with packed(model), torch.no_grad():
+        before = token_losses(model, batch)
+        for name in (attention.DECODER, attention.ENCODER):
+            monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name)
+        assert torch.equal(token_losses(model, batch), before)
+
+
+def test_sliding_windows_keep_their_masks(packs: Packs, samples: Samples) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}
+    model, batch = tiny_model("qwen2_5_vl", **windows), with_images(packs("qwen2_5_vl"))
+    assert "sliding_attention" in model.config.text_config.layer_types
+    with packed(model), torch.no_grad():
+        losses = token_losses(model, batch)
+    assert difference(losses, batch, model, samples("qwen2_5_vl")) < TOLERANCE
+    assert difference(losses, batch, model_of("qwen2_5_vl"), samples("qwen2_5_vl")) > 100 * TOLERANCE
+
+
+def test_autocast(packs: Packs, samples: Samples) -> None:
+    """Queries and keys are float32 there, and values are not."""
+    model, batch = tiny_model("qwen3_vl"), with_images(packs("qwen3_vl"))
+    exact = expected_losses(model, batch, samples("qwen3_vl")).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            rounded = expected_losses(model, batch, samples("qwen3_vl"))
+        with packed(model):
+            losses = token_losses(model, batch)
+    assert losses.dtype == torch.float32
+    assert float((losses.detach() - exact).norm()) < 2 * float((rounded - exact).norm())
+    losses.sum().backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -286,7 +439,7 @@ def test_the_auxiliary_loss_is_the_models_own(model_type: str, packs: Packs) -> 
     with packed(model):
         found = packed_forward(model, batch, output_router_logits=True)
         own = model(**packed_inputs(batch), output_router_logits=True)
-        assert torch.equal(found.losses, token_losses(model, batch))
+        assert torch.allclose(found.losses, token_losses(model, batch), atol=TOLERANCE)
     assert torch.equal(found.output.aux_loss, own.aux_loss)
     assert found.output.aux_loss > 0
     found.output.aux_loss.backward()

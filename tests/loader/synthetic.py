@@ -37,6 +37,8 @@ def write_dataset(
     family: str = "",
     videos: bool = False,
     video_copies: int = 2,
+    longest_text: int = 200,
+    largest_image: int = 8,
 ) -> Path:
     """Writes a dataset of samples with no to three images and up to a few hundred tokens.
 
@@ -50,6 +52,8 @@ def write_dataset(
         family: Of the samples; by default as in format 1.0, which did not say.
         videos: Whether about half of the items are videos, of one to four temporal patches.
         video_copies: Temporal copies stored of each of their patches.
+        longest_text: Limit of the tokens of text after an item.
+        largest_image: Longest side of an image, in tokens.
     """
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
@@ -68,6 +72,8 @@ def write_dataset(
                     weighted,
                     family_of(family or "qwen3_5"),
                     video_copies if videos else 0,
+                    longest_text,
+                    largest_image,
                 )
                 for row in range(first, first + samples_per_shard)
             ]
@@ -111,8 +117,10 @@ def _add_sample(
     weighted: bool,
     family: Family,
     video_copies: int,
+    longest_text: int,
+    largest_image: int,
 ) -> IndexRow:
-    grids = 2 * random.integers(1, 9, (row % 4, 3))
+    grids = 2 * random.integers(1, largest_image + 1, (row % 4, 3))
     grids[:, 0] = 1
     kinds = [IMAGE] * len(grids)
     if video_copies:
@@ -126,7 +134,7 @@ def _add_sample(
                 pieces += [np.array([4]), random.integers(7, 999, random.integers(1, 5)), np.array([3])]
             starts += [sum(map(len, pieces))] * (number == 0)
             pieces.append(np.full(np.prod(block) // 4, TOKENS[kind]))
-        pieces.append(random.integers(7, 999, random.integers(1, 200)))
+        pieces.append(random.integers(7, 999, random.integers(1, longest_text)))
     ids = np.concatenate(pieces)
     length, padded = len(ids), -(-len(ids) // 16) * 16
     mask = np.zeros(padded, np.uint8)

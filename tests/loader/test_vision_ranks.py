@@ -64,7 +64,7 @@ def test_both_sides_know_who_encodes_what_and_are_at_the_same_place(chat: Path) 
                 batch = next(iter(tower))
                 assert batch.host.image_indices.tolist() == np.flatnonzero(pack.owners == 1).tolist()
                 assert batch.host.cu_seqlens_padded.tolist() == pack.cu_seqlens_padded.tolist()
-                assert batch.host.image_starts.tolist() == pack.image_starts.tolist()
+                assert batch.host.items.starts.tolist() == pack.starts.tolist()
             for _ in known:
                 next(iter(language))
             assert tower.position == language.position

@@ -105,6 +105,17 @@ def batch(weighted: bool = False) -> PackedBatch:
     return pack(samples, alignment=16, tail=64)
 
 
+def videos() -> PackedBatch:
+    """Videos of several lengths and sizes, beside images and in samples of their own."""
+    samples = [
+        make_sample(1, [(5, 16, 12), (8, 8)], 200),
+        make_sample(2, [(16, 24), (2, 8, 20), (1, 24, 16)], 300),
+        make_sample(3, [], 100),
+        make_sample(4, [(12, 8, 8)], 60),
+    ]
+    return pack(samples, alignment=16, tail=64)
+
+
 def run(
     wanted: Any, packed: PackedBatch, settings: ModelSettings
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
@@ -163,9 +174,10 @@ def engine_against_torch(
     weighted: bool = False,
     family: str = "qwen3_5",
     compiled: bool = False,
+    packed: PackedBatch | None = None,
 ) -> None:
     """One GPU, in bfloat16, judged by torch in float32; weighted losses with the fused cross-entropy of training."""
-    wanted, packed = architecture(moe, family), batch(weighted)
+    wanted, packed = architecture(moe, family), packed or batch(weighted)
     if vision_attention == "flash_attention_4":
         wanted = with_heads_of_64(wanted)
     exact_loss, exact, exact_metrics = run(wanted, packed, ModelSettings())
@@ -197,12 +209,17 @@ def engine_against_torch(
 
 
 def layout_against_one_gpu(
-    sizes: dict[str, int], moe: bool = False, weighted: bool = False, family: str = "qwen3_5", **options: Any
+    sizes: dict[str, int],
+    moe: bool = False,
+    weighted: bool = False,
+    family: str = "qwen3_5",
+    packed: PackedBatch | None = None,
+    **options: Any,
 ) -> None:
     """Two GPUs: loss within 1e-3, replicated parameters' gradients within bfloat16's reach."""
     from megatron.core import parallel_state
 
-    wanted, packed = architecture(moe, family), batch(weighted)
+    wanted, packed = architecture(moe, family), packed or batch(weighted)
     common = {"backend": "transformer_engine", "precision": "bf16", "fused_cross_entropy": weighted}
     alone_loss, alone, _ = run(wanted, packed, ModelSettings(**common))  # every rank by itself: data parallel
     alone_loss /= torch.distributed.get_world_size()
@@ -231,7 +248,7 @@ def sides_against_one_gpu(family: str = "qwen3_5", ahead: int = 1, backend: str 
 
     wanted = architecture(family=family)
     texts = pack([make_sample(5, [], 600)], alignment=16, tail=64)
-    packs = [batch(), texts, pack([make_sample(6, [(32, 24)], 200)], alignment=16, tail=64), batch(weighted=True)]
+    packs = [batch(), texts, videos(), batch(weighted=True)]
     settings = ModelSettings(backend=backend, precision="fp32" if CUDA.type == "cpu" else "bf16")
     alone = with_weights(spec_of(wanted).build(wanted, settings), wanted)
     alone_loss = losses_of(alone, packs)
@@ -278,8 +295,8 @@ def side_of(wanted: Any, settings: ModelSettings, packs: list[PackedBatch], ahea
     dtype = next(model.parameters()).dtype
     side = VisionSide(sides, learner, config, wanted, CUDA, dtype)
     images = [
-        [PackImages(h.cu_seqlens, h.cu_seqlens_padded, h.image_grid_thw, h.image_starts, h.image_starts * 0)]
-        for h in (each.host for each in packs)
+        [PackImages(h.cu_seqlens, h.cu_seqlens_padded, i.grids, i.starts, i.are_videos, i.starts * 0)]
+        for h, i in ((each.host, each.host.items) for each in packs)
     ]
     moved = (each.to(CUDA) for each in packs)
     found = side.run(images, moved, lambda: losses_of(model, packs), forward_only=False)
@@ -327,9 +344,14 @@ def main() -> int:
         "Qwen3-VL, dense": lambda: engine_against_torch(moe=False, family="qwen3_vl"),
         "Qwen3-VL, experts": lambda: engine_against_torch(moe=True, family="qwen3_vl"),
         "Qwen3-VL, recompute": lambda: float_patches_and_recompute("qwen3_vl"),
+        "videos": lambda: engine_against_torch(moe=False, packed=videos()),
+        "Qwen3-VL, videos": lambda: engine_against_torch(moe=False, family="qwen3_vl", packed=videos()),
     }
     if FlashAttention.is_usable(vision_config(with_heads_of_64(architecture()), ModelSettings(precision="bf16"))):
         checks["FlashAttention 4 in the tower"] = lambda: engine_against_torch(False, "flash_attention_4")
+        checks["FlashAttention 4 in the tower, videos"] = lambda: engine_against_torch(
+            False, "flash_attention_4", packed=videos()
+        )
     else:
         print("FlashAttention 4 is not installed: its check is left out")
     if world > 1:
@@ -341,6 +363,10 @@ def main() -> int:
             "Qwen3-VL, context 2": lambda: layout_against_one_gpu({"context": 2}, family="qwen3_vl"),
             "Qwen3-VL, tensor 2 + sequence": lambda: layout_against_one_gpu(
                 {"tensor": 2}, family="qwen3_vl", sequence_parallel=True
+            ),
+            "videos, context 2": lambda: layout_against_one_gpu({"context": 2}, packed=videos()),
+            "Qwen3-VL, videos, tensor 2 + sequence, items spread": lambda: layout_against_one_gpu(
+                {"tensor": 2}, family="qwen3_vl", packed=videos(), sequence_parallel=True, vision_tensor_parallel=1
             ),
             "vision GPUs 1 + 1": sides_against_one_gpu,
             "vision GPUs 1 + 1, none ahead": lambda: sides_against_one_gpu(ahead=0),

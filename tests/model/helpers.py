@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,10 @@ class Sample:
         grids: int64 (N, 3).
         starts: int64 (N,), first token of every image.
         patches: uint8 (P, 768).
+        video_grids: int64 (V, 3).
+        video_starts: int64 (V,), first token of every video.
+        block_starts: int64 (B,), first token of every temporal patch of the videos.
+        video_patches: uint8 (Q * 2, 768), the two frames of a patch adjacent.
     """
 
     ids: torch.Tensor
@@ -184,21 +189,29 @@ class Sample:
     grids: torch.Tensor
     starts: torch.Tensor
     patches: torch.Tensor
+    video_grids: torch.Tensor
+    video_starts: torch.Tensor
+    block_starts: torch.Tensor
+    video_patches: torch.Tensor
 
     def transformers_inputs(self) -> dict[str, Any]:
         """Arguments for transformers' model."""
         inputs: dict[str, Any] = {"input_ids": self.ids[None], "position_ids": self.positions[:, None]}
         if len(self.grids):
             inputs |= {"pixel_values": FAMILY.pixel_values(self.patches, torch.float32), "image_grid_thw": self.grids}
+        if len(self.video_grids):
+            pixels = FAMILY.pixel_values(self.video_patches, torch.float32, copies=2)
+            inputs |= {"pixel_values_videos": pixels, "video_grid_thw": self.video_grids}
         return inputs
 
 
-def make_sample(seed: int, grids: list[tuple[int, int]], text: int, weighted: bool = False) -> Sample:
-    """A sample of images and random text; the second half of the text is the answer.
+def make_sample(seed: int, grids: Sequence[tuple[int, ...]], text: int, weighted: bool = False) -> Sample:
+    """A sample of images, videos and random text; the second half of the text is the answer.
 
     Args:
         seed: Of the text.
-        grids: Height and width of the images in patches.
+        grids: Height and width of the images in patches; of videos their temporal patches, height and width. Text
+            stands before each temporal patch.
         text: Tokens of text.
         weighted: Whether the two halves of the answer weigh differently in the loss, and not 1.
     """
@@ -207,10 +220,16 @@ def make_sample(seed: int, grids: list[tuple[int, int]], text: int, weighted: bo
     def words(count: int) -> list[int]:
         return torch.randint(0, 240, (count,), generator=generator).tolist()
 
-    ids, starts = words(3), []
-    for h, w in grids:
-        starts.append(len(ids) + 1)
-        ids += [VISION_START, *[IMAGE] * (h * w // 4), VISION_END]
+    ids, starts, video_starts, block_starts, blocks = words(3), [], [], [], []
+    for *times, h, w in grids:
+        for number in range(times[0] if times else 1):
+            ids += words(2) if times else []
+            blocks.append((len(ids) + 1, (1, h, w)))
+            if times:
+                block_starts.append(len(ids) + 1)
+            if number == 0:
+                (video_starts if times else starts).append(len(ids) + 1)
+            ids += [VISION_START, *[VIDEO if times else IMAGE] * (h * w // 4), VISION_END]
     answer = len(ids) + text // 2
     ids += words(text)
     labels = torch.tensor([*ids[1:], IGNORE_INDEX])
@@ -218,9 +237,12 @@ def make_sample(seed: int, grids: list[tuple[int, int]], text: int, weighted: bo
     weights = (labels != IGNORE_INDEX).float()
     if weighted:
         weights *= torch.where(torch.arange(len(ids)) < (answer + len(ids)) // 2, 0.125 * (1 + seed), 1.5 * seed)
-    grid_thw = np.array([(1, h, w) for h, w in grids], dtype=np.int64).reshape(-1, 3)
-    positions = FAMILY.position_ids(len(ids), np.array(starts, dtype=np.int64), grid_thw).astype(np.int64)
-    rows = int(grid_thw.prod(1).sum())
+    grid_thw = np.array([(1, *grid) for grid in grids if len(grid) == 2], dtype=np.int64).reshape(-1, 3)
+    video_thw = np.array([grid for grid in grids if len(grid) == 3], dtype=np.int64).reshape(-1, 3)
+    block_grids = np.array([grid for _, grid in blocks], dtype=np.int64).reshape(-1, 3)
+    begins = np.array([start for start, _ in blocks], dtype=np.int64)
+    positions = FAMILY.position_ids(len(ids), begins, block_grids).astype(np.int64)
+    rows, video_rows = int(grid_thw.prod(1).sum()), 2 * int(video_thw.prod(1).sum())
     return Sample(
         ids=torch.tensor(ids),
         labels=labels,
@@ -229,6 +251,10 @@ def make_sample(seed: int, grids: list[tuple[int, int]], text: int, weighted: bo
         grids=torch.from_numpy(grid_thw),
         starts=torch.tensor(starts, dtype=torch.int64),
         patches=torch.randint(0, 256, (rows, 768), dtype=torch.uint8, generator=generator),
+        video_grids=torch.from_numpy(video_thw),
+        video_starts=torch.tensor(video_starts, dtype=torch.int64),
+        block_starts=torch.tensor(block_starts, dtype=torch.int64),
+        video_patches=torch.randint(0, 256, (video_rows, 768), dtype=torch.uint8, generator=generator),
     )
 
 
@@ -250,6 +276,14 @@ def pack(samples: list[Sample], alignment: int = 8, tail: int = 0, padding_id: i
         weights[0, start:stop] = sample.weights
         positions[:, 0, start:stop], padding[0, start:stop] = sample.positions, False
     grids = torch.cat([sample.grids for sample in samples])
+    videos: dict[str, Any] = {}
+    if any(len(sample.video_grids) for sample in samples):
+        videos["video_grid_thw"] = torch.cat([sample.video_grids for sample in samples])
+        for name in ("video_starts", "block_starts"):
+            of_pack = [getattr(s, name) + b for s, b in zip(samples, bounds.tolist(), strict=False)]
+            videos["video_block_starts" if name == "block_starts" else name] = torch.cat(of_pack)
+        videos["video_indices"] = torch.arange(len(videos["video_starts"]))
+        videos["video_patches"] = torch.cat([sample.video_patches for sample in samples])
     return PackedBatch(
         input_ids=ids,
         labels=labels,
@@ -272,6 +306,7 @@ def pack(samples: list[Sample], alignment: int = 8, tail: int = 0, padding_id: i
         step=0,
         micro_batch=0,
         pack=0,
+        **videos,
     )
 
 
@@ -282,4 +317,14 @@ def mixed_samples(weighted: bool = False) -> list[Sample]:
         make_sample(2, [], 30, weighted),
         make_sample(3, [(6, 4), (2, 8)], 130, weighted),
         make_sample(4, [(2, 2)], 9, weighted),
+    ]
+
+
+def video_samples(weighted: bool = False) -> list[Sample]:
+    """Images and videos in both orders, several videos, one of one temporal patch, and a sample of text."""
+    return [
+        make_sample(1, [(3, 4, 2), (4, 6)], 40, weighted),
+        make_sample(2, [], 30, weighted),
+        make_sample(3, [(2, 4), (2, 4, 4), (1, 2, 6), (2, 2)], 90, weighted),
+        make_sample(4, [(3, 2, 2)], 9, weighted),
     ]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.loader.synthetic import write_dataset
 from tests.model.helpers import small_architecture, unsharded, weights_of
 from tests.model.workers import meet_again
 from vlmdata import StreamingLoader
@@ -45,6 +46,7 @@ class Case:
         model: Arguments of :func:`small_architecture`.
         vocab_size: Rows of the embedding table; the tokenizer's if None.
         sharded: Whether parameters are fully sharded.
+        videos: Whether it trains on the dataset of videos, which stands beside the other one.
     """
 
     name: str
@@ -53,6 +55,22 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
     sharded: bool = False
+    videos: bool = False
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """How its dataset is packed."""
+        return {**LOADING, "max_patches": None} if self.videos else LOADING
+
+
+def write_videos(data: Path) -> None:
+    """Writes the dataset of videos beside another one: samples of images, videos, both or neither."""
+    write_dataset(videos_beside(data), 2, 10, videos=True, longest_text=40, largest_image=3)
+
+
+def videos_beside(data: Path) -> Path:
+    """Where :func:`write_videos` writes."""
+    return data.parent / "videos"
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,7 @@ class StepOutcome:
         gradients: By canonical name, this rank's part, divided by the sum of the weights.
         metrics: Means of the losses beside the main one.
         images_held: Images this rank encoded in each of its micro-batches.
+        videos_held: The same of videos.
     """
 
     place: dict[str, int]
@@ -72,13 +91,14 @@ class StepOutcome:
     gradients: dict[str, torch.Tensor]
     metrics: dict[str, float]
     images_held: tuple[int, ...]
+    videos_held: tuple[int, ...] = ()
 
 
 def architecture_of(case: Case, data: Path) -> Any:
     """The case's architecture, for the dataset's tokenizer."""
     from vlmdata.format.dataset import VlmDataset
 
-    tokenizer = VlmDataset(data).manifest.tokenizer
+    tokenizer = VlmDataset(videos_beside(data) if case.videos else data).manifest.tokenizer
     return small_architecture(**case.model).with_vocabulary(tokenizer, case.vocab_size)
 
 
@@ -127,7 +147,7 @@ def batches(case: Case, data: Path) -> Iterator[PackedBatch]:
     parts = [*(["tokens", "pixels"] if first else []), *(["labels"] if last or case.model.get("moe") else [])]
     context = state.get_context_parallel_world_size()
     loader = StreamingLoader(
-        str(data),
+        str(videos_beside(data) if case.videos else data),
         dp_rank=state.get_data_parallel_rank(),
         dp_size=state.get_data_parallel_world_size(),
         context_parallel=context,
@@ -135,7 +155,7 @@ def batches(case: Case, data: Path) -> Iterator[PackedBatch]:
         tensor_parallel=state.get_tensor_model_parallel_world_size(),
         sequence_parallel=True,
         parts=tuple(parts),
-        **LOADING,
+        **case.loading,
     )
     with loader:
         for batch in loader:
@@ -213,6 +233,7 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
         gradients={names[name]: gradient for name, gradient in whole_gradients_of(wrapped).items()},
         metrics=model.metrics.pop(model.metric_names),
         images_held=tuple(len(batch.image_indices) for batch in mine),
+        videos_held=tuple(len(batch.host.video_indices) for batch in mine),
     )
 
 

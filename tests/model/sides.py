@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.model.helpers import unsharded, weights_of
-from tests.model.layouts import LOADING, Case, StepOutcome, architecture_of, whole_gradients
+from tests.model.layouts import Case, StepOutcome, architecture_of, videos_beside, whole_gradients
 from tests.model.workers import meet_again
 from vlmdata import StreamingLoader
 from vlmdata.batch import PackedBatch
@@ -30,6 +30,7 @@ class SideCase:
         settings: Further arguments of :class:`ModelSettings`.
         model: Arguments of :func:`small_architecture`.
         ahead: ``parallel.vision_ahead``.
+        videos: Whether it trains on the dataset of videos.
     """
 
     vision: int
@@ -38,6 +39,7 @@ class SideCase:
     settings: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     ahead: int = 1
+    videos: bool = False
 
     @property
     def world(self) -> int:
@@ -47,13 +49,13 @@ class SideCase:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"{self.vision} + {self.language} {self.groups} {self.model}"
+        return f"{self.vision} + {self.language} {self.groups} {self.model}{' videos' * self.videos}"
 
     @property
     def alone(self) -> Case:
         """The same model in one process, or on the language model's side without the tower."""
         sizes = {name: size for name, size in self.groups.items() if name != "vision_tensor"}
-        return Case(self.name, sizes, {**self.settings, "language_only": True}, self.model)
+        return Case(self.name, sizes, {**self.settings, "language_only": True}, self.model, videos=self.videos)
 
 
 def run_sides(cases: Sequence[SideCase], data: Path) -> list[StepOutcome | None]:
@@ -132,6 +134,7 @@ def side_step(case: SideCase, data: Path) -> StepOutcome:
         gradients={names[name]: p.main_grad.clone() for name, p in model.named_parameters()},
         metrics=model.metrics.pop(("moe_aux_loss", "mtp_loss")),
         images_held=tuple(len(batch.image_indices) if batch.patches is not None else 0 for batch in mine),
+        videos_held=tuple(len(batch.host.video_indices) if batch.patches is not None else 0 for batch in mine),
     )
 
 
@@ -193,7 +196,7 @@ def _loader(case: SideCase, data: Path) -> StreamingLoader:
     parts = [*(["tokens"] if place.first_stage else []), *(["labels"] if weighs else [])]
     tower = place.vision_rank is not None
     return StreamingLoader(
-        str(data),
+        str(videos_beside(data) if case.videos else data),
         dp_rank=max(place.dp_rank, 0),
         dp_size=place.dp_size,
         context_parallel=place.cp_size,
@@ -203,7 +206,7 @@ def _loader(case: SideCase, data: Path) -> StreamingLoader:
         vision_ranks=place.vision_size,
         vision_rank=place.vision_rank,
         parts=("pixels",) if tower else tuple(parts),
-        **LOADING,
+        **case.alone.loading,
     )
 
 

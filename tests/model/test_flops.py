@@ -64,7 +64,11 @@ def test_vision(family: str) -> None:
     patches = np.array([h * w for _, h, w in grids])
     data = torch.randint(0, 256, (int(patches.sum()), 768), dtype=torch.uint8)
     embedding = 2 * 768 * architecture.vision.hidden_size * int(patches.sum())  # pixels need no gradient
-    assert flops.of(np.zeros(0, np.int64), patches) == 3 * counted(lambda: tower(data, grids)) - embedding
+    assert flops.of_vision(patches) == 3 * counted(lambda: tower(data, grids)) - embedding
+    # A video: spans of one temporal patch each, and two frames to embed.
+    videos, frames = ((3, 4, 2),), torch.randint(0, 256, (2 * 24, 768), dtype=torch.uint8)
+    both = 3 * counted(lambda: tower(data, grids, frames, videos)) - embedding * (1 + 48 / int(patches.sum()))
+    assert flops.of_vision(np.append(patches, [8] * 3), of_videos=24) == both
 
 
 @pytest.mark.parametrize("family", REGISTRY)

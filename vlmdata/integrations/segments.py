@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Never, Self
 
 import torch
+
+#: The keyword by which a decoder's layers get the segments of a pack.
+SEGMENTS = "vlmdata_segments"
+#: What a layer says that gets segments without being prepared for them.
+LATE = (
+    "A layer got a pack, but is not prepared for packs. If gradient checkpointing is on, call backward() before "
+    "`with packed(model)` ends, because it computes layers again."
+)
+
+
+class SegmentsMask(torch.Tensor):
+    """Stands where an attention mask would, so that attention that knows no segments fails, instead of mixing them.
+
+    Empty, with four dimensions: transformers hands such a tensor to the layers as it is.
+    """
+
+    @classmethod
+    def make(cls, device: torch.device) -> Self:
+        """Returns a mask: bool (1, 1, 0, 0)."""
+        return torch.zeros(1, 1, 0, 0, dtype=torch.bool, device=device).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises if it is used as a mask."""
+        if func in (torch.nn.functional.scaled_dot_product_attention, torch.Tensor.add, torch.Tensor.__add__):
+            raise RuntimeError(LATE)
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +61,38 @@ class Segments:
             None if the row is a single segment.
         """
         starts = (positions.diff() != 1).nonzero().flatten() + 1
-        bounds = [0, *starts.tolist(), len(positions)]  # waits for the device once per forward pass
-        if len(bounds) == 2:
+        # To read them waits for the device, once per forward pass.
+        return cls.of_bounds([0, *starts.tolist(), len(positions)], positions.device)
+
+    @classmethod
+    def of_bounds(cls, bounds: Sequence[int], device: torch.device) -> Self | None:
+        """Makes the segments of boundaries that the host knows: nothing waits for the device.
+
+        Args:
+            bounds: Start of each segment, and the end of the last. Empty segments are left out.
+            device: Where the boundaries go.
+
+        Returns:
+            None if there is one segment.
+        """
+        bounds = [bounds[0], *(end for start, end in pairwise(bounds) if end > start)]
+        if len(bounds) <= 2:
             return None
         lengths = tuple(end - start for start, end in pairwise(bounds))
-        return cls(lengths, torch.tensor(bounds, dtype=torch.int32).to(positions.device))
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        if device.type == "cuda":
+            cu_seqlens = cu_seqlens.pin_memory()
+        return cls(lengths, cu_seqlens.to(device, non_blocking=True))
+
+    @cached_property
+    def long(self) -> torch.Tensor:
+        """``cu_seqlens`` in int64. The same tensor each time: kernels prepare themselves once for it."""
+        return self.cu_seqlens.long()
+
+    @cached_property
+    def on_host(self) -> torch.Tensor:
+        """:attr:`long` on the CPU."""
+        return torch.tensor([0, *accumulate(self.lengths)])
 
     def apart(self, gap: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Lays the segments out with a gap after each.
@@ -48,7 +104,7 @@ class Segments:
             int64 (T,), the new place of each token, and int64 (segments + 1,), the new boundaries; a gap belongs to
             the segment before it.
         """
-        bounds = self.cu_seqlens.long()
+        bounds = self.long
         shifts = gap * torch.arange(len(bounds), device=bounds.device)
         total = sum(self.lengths)
         by_token = shifts[:-1].repeat_interleave(bounds.diff(), output_size=total)
@@ -56,7 +112,4 @@ class Segments:
 
     def __getitem__(self, key: Any) -> Never:
         """Raises: transformers' own code takes a slice of what it believes to be a mask."""
-        raise RuntimeError(
-            "A linear-attention layer got a pack, but is not prepared for packs. If gradient checkpointing is on, call "
-            "backward() before `with packed(model)` ends, because it computes layers again."
-        )
+        raise RuntimeError(LATE)

@@ -1,13 +1,15 @@
 """Packed batches in the models of transformers: Qwen3.5, Qwen3-VL (both also with experts) and Qwen2.5-VL.
 
 A pack is one row of several samples. :func:`packed` prepares a model, so that each sample is computed as if it were
-alone. :func:`token_losses` computes a batch with it. No state is kept between calls: transformers' models are told by
-the positions of a call where its samples begin, and the hooks of :func:`packed` read the same positions.
+alone. :func:`token_losses` computes a batch with it. No state is kept between calls: the hooks of
+:func:`packed` read from the positions of a call where its samples begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -15,17 +17,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.utils.hooks import RemovableHandle
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.errors import UsageError
-from vlmdata.integrations import delta_net
-from vlmdata.integrations.segments import Segments
+from vlmdata.integrations import attention, delta_net
+from vlmdata.integrations.head import losses_for_logits
+from vlmdata.integrations.segments import SEGMENTS, Segments, SegmentsMask
 
 #: Versions of transformers whose models were compared with their samples one by one (tests/integrations).
 PROVEN = ">=5.16,<5.19"
 #: ``model_type`` of the configurations of supported models.
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+#: The pack of the running :func:`packed_forward`: its boundaries are known to the host.
+_BATCH: ContextVar[PackedBatch | None] = ContextVar("_BATCH", default=None)
 
 
 class Packed[Model: torch.nn.Module]:
@@ -35,15 +40,13 @@ class Packed[Model: torch.nn.Module]:
         model: The model, as given.
     """
 
-    def __init__(self, model: Model, handles: list[RemovableHandle]):
+    def __init__(self, model: Model, undo: ExitStack):
         self.model = model
-        self._handles = handles
+        self._undo = undo
 
     def remove(self) -> None:
         """Leaves the model as it was before."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._undo.close()
 
     def __enter__(self) -> Model:
         return self.model
@@ -75,16 +78,23 @@ def packed[Model: torch.nn.Module](model: Model, *, allow_unproven: bool = False
     inner = conditional_model(model)
     _check_attention(inner)
     if is_packed(inner):
-        return Packed(model, [])
+        return Packed(model, ExitStack())
     delta_net.follows_boundaries.cache_clear()  # kernels may have been exchanged since an earlier model
+    text = _text_model(inner)
     handles = [
         inner.model.register_forward_pre_hook(_use_vision, with_kwargs=True),
-        _text_model(inner).register_forward_pre_hook(_keep_apart, with_kwargs=True),
+        text.register_forward_pre_hook(_keep_apart, with_kwargs=True),
     ]
     for layer in _delta_nets(inner):
         handles.append(layer.register_forward_pre_hook(delta_net.take_apart, with_kwargs=True))
         handles.append(layer.register_forward_hook(delta_net.join, with_kwargs=True))
-    return Packed(model, handles)
+    undo = ExitStack()
+    for handle in handles:
+        undo.callback(handle.remove)
+    for layer in _delta_nets(inner):
+        undo.callback(delta_net.exchange_convolution(layer))
+    undo.callback(attention.exchange(text.config, inner.model.visual.config))
+    return Packed(model, undo)
 
 
 def is_packed(model: torch.nn.Module) -> bool:
@@ -117,23 +127,38 @@ def packed_forward(model: torch.nn.Module, batch: PackedBatch, **kwargs: Any) ->
     Raises:
         UsageError: If the model is not prepared, or the batch is of another family or lacks a part.
     """
-    inner = conditional_model(model)
-    _check_batch(inner, batch)
-    if (device := inner.device).type != "meta":  # else accelerate moves weights and tensors
-        batch = batch.to(device)
-    assert batch.labels is not None
-    targets = (batch.labels[0] != IGNORE_INDEX).nonzero().flatten()
-    output = model(**packed_inputs(batch, inner.model.visual.dtype), logits_to_keep=targets, **kwargs)
-    logits = output.logits[0].float()
-    labels = batch.labels[0, targets].to(logits.device)
-    losses = logits.new_zeros(batch.total_tokens)
-    losses = losses.index_copy(0, targets.to(logits.device), cross_entropy(logits, labels, reduction="none"))
-    return PackedOutput(losses, output)
+    return _forward(model, batch, True, kwargs)
 
 
 def token_losses(model: torch.nn.Module, batch: PackedBatch, **kwargs: Any) -> torch.Tensor:
-    """Returns the ``losses`` of :func:`packed_forward`: float32 (T,), 0 where there is no target, not weighted."""
-    return packed_forward(model, batch, **kwargs).losses
+    """Returns the ``losses`` of :func:`packed_forward`: float32 (T,), 0 where there is no target, not weighted.
+
+    It computes the logits of a part of the targets at a time, which spares memory.
+    """
+    return _forward(model, batch, False, kwargs).losses
+
+
+def _forward(model: torch.nn.Module, batch: PackedBatch, with_logits: bool, kwargs: dict[str, Any]) -> PackedOutput:
+    inner = conditional_model(model)
+    _check_batch(inner, batch)
+    assert batch.labels is not None
+    targets = (batch.labels[0] != IGNORE_INDEX).nonzero().flatten()  # waits for the device if the batch is there
+    if (device := inner.device).type != "meta":  # else accelerate moves weights and tensors
+        batch, targets = batch.to(device), targets.to(device)
+    assert batch.labels is not None
+    labels = batch.labels[0, targets]
+    inputs = packed_inputs(batch, inner.model.visual.dtype) | {"logits_to_keep": targets} | kwargs
+    token = _BATCH.set(batch)
+    try:
+        with nullcontext(False) if with_logits else losses_for_logits(inner.lm_head, labels) as are_losses:
+            output = model(**inputs)
+    finally:
+        _BATCH.reset(token)
+    found = output.logits[0].float()
+    if not are_losses:
+        found = cross_entropy(found, labels.to(found.device), reduction="none")
+    losses = found.new_zeros(batch.total_tokens).index_copy(0, targets.to(found.device), found)
+    return PackedOutput(losses, output)
 
 
 def packed_inputs(batch: PackedBatch, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -191,9 +216,8 @@ def _is_a(module: torch.nn.Module, suffix: str) -> bool:
     return any(each.__module__.startswith("transformers.models.") and each.__name__.endswith(suffix) for each in kinds)
 
 
-def _text_model(inner: Any) -> torch.nn.Module:
-    found: torch.nn.Module = next(module for module in inner.model.modules() if _is_a(module, "TextModel"))
-    return found
+def _text_model(inner: Any) -> Any:
+    return next(module for module in inner.model.modules() if _is_a(module, "TextModel"))
 
 
 def _delta_nets(inner: Any) -> Iterator[torch.nn.Module]:
@@ -212,7 +236,7 @@ def _keep_apart(text: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return None  # a padded row, whose positions rise by other steps
     if len(row) > 1 and bool((row.diff() != 1).any()):
         raise UsageError(f"packed: position_ids are of packs in {len(row)} rows. Pass each pack in a call of its own.")
-    segments = Segments.of(row[0]) if len(row) == 1 else None
+    segments = _segments(row[0]) if len(row) == 1 else None
     if segments is None:
         return None
     if mask is not None or kwargs.get("use_cache"):
@@ -224,16 +248,29 @@ def _keep_apart(text: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return args, kwargs | _boundaries(text, row, segments, kwargs["inputs_embeds"])
 
 
+def _segments(row: torch.Tensor) -> Segments | None:
+    batch = _BATCH.get()
+    if batch is not None and batch.total_tokens == len(row):
+        return Segments.of_bounds(batch.host.cu_seqlens_padded.tolist(), row.device)
+    return Segments.of(row)
+
+
 def _boundaries(text: Any, row: torch.Tensor, segments: Segments, inputs_embeds: torch.Tensor) -> dict[str, Any]:
     """The arguments by which the layers of a language model know where samples begin."""
     from transformers.masking_utils import create_causal_mask
     from transformers.utils.generic import is_flash_attention_requested
 
     found: dict[str, Any] = {}
+    linear = "linear_attention" in getattr(text.config, "layer_types", ())
+    if text.config._attn_implementation == attention.DECODER:
+        mask = SegmentsMask.make(row.device)
+        found[SEGMENTS] = segments
+        found["attention_mask"] = {"full_attention": mask, "linear_attention": segments} if linear else mask
+        return found
     if is_flash_attention_requested(text.config):  # else each layer finds them from the positions, and waits for it
         found |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), segments.cu_seqlens)
         found |= dict.fromkeys(("max_length_q", "max_length_k"), max(segments.lengths))
-    if "linear_attention" in getattr(text.config, "layer_types", ()):
+    if linear:
         full = create_causal_mask(
             config=text.config, inputs_embeds=inputs_embeds, attention_mask=None, past_key_values=None, position_ids=row
         )
@@ -247,6 +284,7 @@ def _use_vision(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     DDP and FSDP wait for all processes at the parameters that one of them uses. The encoder gets one black token's
     worth of patches, and what it returns counts zero times.
     """
+    attention.register()  # a prepared model may come from another process
     positions, ids = kwargs.get("position_ids"), kwargs.get("input_ids")
     if ids is None or positions is None or positions.ndim != 3 or len(positions) != 4:
         return None
@@ -281,7 +319,9 @@ def _check_attention(inner: Any) -> None:
 
     config = inner.config.get_text_config()
     name = config._attn_implementation
-    if name not in (None, "eager", "sdpa", "flex_attention") and not is_flash_attention_requested(config):
+    if name not in (None, "eager", "sdpa", "flex_attention", attention.DECODER) and not is_flash_attention_requested(
+        config
+    ):
         raise UsageError(
             f"packed: the model has attn_implementation={name!r}, which may not see where samples begin. Use 'sdpa', "
             "'eager' or a flash attention."

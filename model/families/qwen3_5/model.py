@@ -14,8 +14,8 @@ from torch import Tensor
 
 from model.network.targets import TargetRows
 from model.network.vision_language import VisionLanguageModel
+from model.parallel.embedding_rows import ItemEmbeddings
 from model.parallel.exchange import all_gather_plain
-from model.parallel.image_rows import ImageEmbeddings
 from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 
@@ -52,7 +52,7 @@ class Qwen35VL(VisionLanguageModel):
     def _tokens_wanted(self, batch: PackedBatch, index: PackIndex) -> IntArray:
         return np.concatenate([index.local, index.following]) if self._predicts(batch) else index.local
 
-    def _beside(self, batch: PackedBatch, index: PackIndex, found: ImageEmbeddings | None) -> Tensor | None:
+    def _beside(self, batch: PackedBatch, index: PackIndex, found: ItemEmbeddings | None) -> Tensor | None:
         if not self._predicts(batch):
             return None
         assert batch.input_ids is not None

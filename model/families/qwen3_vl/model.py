@@ -2,12 +2,12 @@
 
 Mirrors transformers' ``Qwen3VLModel`` and ``Qwen3VLForConditionalGeneration``.
 
-Deepstack: the tower returns further features of each image token, which the first decoder layers add to their outputs,
-one each. They arrive with the image embeddings, in the same exchange, so a context-parallel rank gets those of its own
-tokens. A pipeline stage adds those of its own layers and sends the others beside its hidden states. Once all are added,
-stages exchange hidden states only.
+Deepstack: the tower returns further features of each token of an image or video, which the first decoder layers add to
+their outputs, one each. They arrive with the embeddings, in the same exchange, so a context-parallel rank gets those of
+its own tokens. A pipeline stage adds those of its own layers and sends the others beside its hidden states. Once all
+are added, stages exchange hidden states only.
 
-Shapes: image tokens among those that this rank's layers compute m, features not added yet k, hidden H.
+Shapes: placeholders among those that this rank's layers compute m, features not added yet k, hidden H.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 from model.network.vision_language import VisionLanguageModel
-from model.parallel.image_rows import ImageEmbeddings, image_tokens
+from model.parallel.embedding_rows import ItemEmbeddings
+from model.parallel.item_blocks import ItemBlocks
 from model.parallel.packed import PackIndex, PackParams, to_device
 from vlmdata.batch import PackedBatch
 
@@ -40,8 +41,8 @@ class Qwen3VL(VisionLanguageModel):
         self._due = max(features - first, 0)
         self._added = min(self._due, len(layers))
 
-    def _beside(self, batch: PackedBatch, index: PackIndex, found: ImageEmbeddings | None) -> Tensor | None:
-        """Returns the deepstack features of the image tokens that this rank's layers compute, (m * k, 1, H)."""
+    def _beside(self, batch: PackedBatch, index: PackIndex, found: ItemEmbeddings | None) -> Tensor | None:
+        """Returns the deepstack features of the placeholders that this rank's layers compute, (m * k, 1, H)."""
         if found is None or not self._due:
             return None
         width = self.architecture.vision.out_hidden_size
@@ -64,6 +65,6 @@ class Qwen3VL(VisionLanguageModel):
     ) -> dict[str, Any]:
         if beside is None:
             return {}
-        tokens = image_tokens(batch, self.architecture.vision.merge_unit, self._layer_tokens(index))
-        pack.image_tokens = to_device(tokens, batch.position_ids.device)
+        tokens = ItemBlocks.of(batch, self.architecture.vision.merge_unit).among(self._layer_tokens(index))
+        pack.item_tokens = to_device(tokens, batch.position_ids.device)
         return {"features": beside.unflatten(0, (-1, self._due)).squeeze(2)[:, : self._added]}

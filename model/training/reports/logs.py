@@ -52,6 +52,7 @@ class StepReport:
             "targets": result.targets,
             "tokens": result.tokens,
             "images": result.images,
+            "videos": result.videos,
             "patches": result.patches,
             "tflops": result.flops / result.seconds / 1e12,
             **self.mfu,

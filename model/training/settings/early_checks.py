@@ -14,9 +14,8 @@ from model.parallel.layout import require_layout
 from model.training.settings.config import ConfigError, DataConfig, TrainConfig
 from model.training.settings.model_settings import in_the_runs_words, settings_of
 from vlmdata.families import family
-from vlmdata.families.chat import VIDEO
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import JOINED, KIND_FEATURES
+from vlmdata.format.schema import JOINED
 
 
 def check_early(config: TrainConfig) -> None:
@@ -78,10 +77,10 @@ def preset_of(config: TrainConfig) -> Architecture | None:
 
 
 def require_data_family(architecture: Architecture, manifest: Manifest, data: str) -> None:
-    """Raises an error for data with videos, or with the patches, pixels, placeholders or positions of another model.
+    """Raises an error for data with the patches, pixels, placeholders or positions of another model.
 
-    The family must be that of the model. The constants with which the images were made, which the manifest records,
-    must be those of this family and of the model's vision tower.
+    The family must be that of the model. The constants with which images and videos were made, which the manifest
+    records, must be those of this family and of the model's vision tower.
 
     Raises:
         ConfigError: If the model cannot read it.
@@ -91,11 +90,6 @@ def require_data_family(architecture: Architecture, manifest: Manifest, data: st
         raise ConfigError(
             f"{data} is for the model family {found}, but the model needs {wanted}: "
             f"preprocess it with --family {wanted}, or choose a model of the family {found}"
-        )
-    if KIND_FEATURES[VIDEO] in manifest.features:
-        raise ConfigError(
-            f"{data} has samples with videos, and train.py trains on images alone: preprocess rows without videos, or "
-            "train a model of transformers (docs/loading-with-transformers.md)"
         )
     rules, vision = family(wanted), architecture.vision
     constants = {

@@ -15,8 +15,10 @@ from unittest import mock
 
 import torch
 from torch.nn.functional import cross_entropy, pad
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmdata.batch import PackedBatch
+from vlmdata.integrations.attention import DECODER
 from vlmdata.integrations.transformers import packed, packed_forward, packed_inputs
 
 type Forward = Callable[[PackedBatch], Any]
@@ -99,21 +101,15 @@ def _with_inputs(model: Any, change: Callable[[dict[str, Any], PackedBatch], dic
 
 
 def attention_over_the_pack(model: Any) -> Forward:
-    """A block-diagonal mask that is only causal; the rest is right."""
-    text = model.model.language_model
-    module = sys.modules[type(model).__module__]
-    make = module.create_causal_mask
+    """Attention of the decoder is only causal; the rest is right."""
+    functions = ALL_ATTENTION_FUNCTIONS._global_mapping
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        rows = torch.arange(kwargs["inputs_embeds"].shape[1])[None]
-        return make(*args, **kwargs | {"position_ids": rows})
+    def whole(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        return functions["sdpa"](module, query, key, value, None, scaling=kwargs["scaling"])
 
     def forward(batch: PackedBatch) -> Any:
-        with packed(model), mock.patch.object(module, "create_causal_mask", whole):
-            if "linear_attention" not in getattr(text.config, "layer_types", ()):
-                return {"logits": model(**packed_inputs(batch)).logits}
-            with mock.patch("transformers.masking_utils.create_causal_mask", whole):
-                return {"logits": model(**packed_inputs(batch)).logits}
+        with packed(model), mock.patch.dict(functions, {DECODER: whole}):
+            return {"logits": model(**packed_inputs(batch)).logits}
 
     return forward
 
@@ -222,7 +218,7 @@ def stale_lengths(model: Any) -> Forward:
         if batch.num_samples > 1 and not kept:
             kept.append(batch.cu_seqlens_padded)
         if kept and batch.num_samples > 1:
-            batch = dataclasses.replace(batch, cu_seqlens_padded=kept[0])
+            batch = dataclasses.replace(batch, cu_seqlens_padded=kept[0], host=None)
         return healthy(model)(batch)
 
     return forward

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.model.conftest import Pair
-from tests.model.helpers import Sample, as_in_memory, mixed_samples, pack, relative
+from tests.model.helpers import Sample, as_in_memory, mixed_samples, pack, relative, video_samples
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 
 TOLERANCE = 1e-5
@@ -37,9 +37,9 @@ def pair(request: pytest.FixtureRequest, make_pair: Callable[..., Pair]) -> Pair
     return make_pair(family=family, moe=kind == "moe", tied=kind == "tied", moe_aux_loss=0.0)
 
 
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return mixed_samples()
+@pytest.fixture(scope="module", params=["images", "videos"])
+def samples(request: pytest.FixtureRequest) -> list[Sample]:
+    return mixed_samples() if request.param == "images" else video_samples()
 
 
 @pytest.fixture(scope="module")
@@ -113,17 +113,23 @@ def test_losses_and_all_gradients(pair: Pair, samples: list[Sample], batch: Pack
 
 def test_vision_output(pair: Pair, samples: list[Sample]) -> None:
     for sample in samples:
-        if not len(sample.grids):
-            continue
-        inputs = sample.transformers_inputs()
-        grids = [(t, h, w) for t, h, w in sample.grids.tolist()]
+        inputs, wanted = sample.transformers_inputs(), []
+        images, videos = ([tuple(grid) for grid in grids.tolist()] for grids in (sample.grids, sample.video_grids))
+        floats = [inputs.get(name, torch.zeros(0, 1536)) for name in ("pixel_values", "pixel_values_videos")]
         with torch.no_grad():
-            seen = pair.theirs.model.visual(inputs["pixel_values"], sample.grids)
-            wanted = torch.cat([seen.pooler_output, *(getattr(seen, "deepstack_features", None) or [])], 1)
-            folded = pair.ours.vision(sample.patches, grids)
-            reference = pair.ours.vision(inputs["pixel_values"], grids)
-        assert relative(folded, wanted) < TOLERANCE
-        assert relative(reference, wanted) < TOLERANCE
+            for pixels, grids in zip(floats, (sample.grids, sample.video_grids), strict=True):
+                if len(grids):
+                    seen = pair.theirs.model.visual(pixels, grids)
+                    wanted.append(
+                        torch.cat([seen.pooler_output, *(getattr(seen, "deepstack_features", None) or [])], 1)
+                    )
+            folded = pair.ours.vision(sample.patches, images, sample.video_patches, videos)
+            reference = pair.ours.vision(floats[0], images, floats[1], videos)
+        if not wanted:
+            assert not len(folded)
+            continue
+        assert relative(folded, torch.cat(wanted)) < TOLERANCE
+        assert relative(reference, torch.cat(wanted)) < TOLERANCE
 
 
 def test_packed_equals_samples_one_by_one(pair: Pair, samples: list[Sample], batch: PackedBatch) -> None:
@@ -168,7 +174,7 @@ def test_padding_has_no_influence(pair: Pair, samples: list[Sample]) -> None:
 def test_a_pack_without_images(pair: Pair, samples: list[Sample]) -> None:
     """The tower takes no part in the result, but all its parameters get the gradient zero."""
     pair.ours.zero_grad()
-    text = [sample for sample in samples if not len(sample.grids)]
+    text = [sample for sample in samples if not len(sample.grids) and not len(sample.video_grids)]
     losses = pair.ours(pack(text))
     losses.sum().backward()
     total = sum(

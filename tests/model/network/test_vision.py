@@ -103,6 +103,31 @@ def test_another_family_brings_its_mean_and_deviation(dtype: torch.dtype) -> Non
     assert relative(embed(patches), wanted) < tolerance
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen2_5_vl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_two_frames_equal_the_convolution(dtype: torch.dtype, name: str) -> None:
+    """Rows of videos, whose frames differ; of a family with one mean and deviation and of one with three."""
+    family = families.family(name)
+    vision = dataclasses.replace(small_architecture().vision, patch_size=family.patch_size)
+    embed = PatchEmbed(vision, family, dtype, CPU)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        embed.weight.copy_(torch.randn(embed.weight.shape, generator=generator) * 0.03)
+        embed.bias.copy_(torch.randn(embed.bias.shape, generator=generator))
+    frames = torch.randint(0, 256, (2 * 48, family.patch_bytes), dtype=torch.uint8, generator=generator)
+    values = family.pixel_values(frames, torch.float32, copies=2).double()
+    wanted = torch.nn.functional.linear(values, embed.weight.double(), embed.bias.double())
+    tolerance = 16 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    assert relative(embed(frames, 2), wanted) < tolerance
+    if dtype == torch.float64:
+        gradients = []
+        for given in ((frames, 2), (values,)):
+            embed.zero_grad()
+            embed(*given).square().sum().backward()
+            gradients.append(embed.weight.grad.clone())
+        assert relative(gradients[0], gradients[1]) < 1e-6
+
+
 def test_gradients_of_folded_patches_equal_the_unfolded_ones() -> None:
     architecture = small_architecture().vision
     embed = PatchEmbed(architecture, FAMILY, torch.float64, torch.device("cpu"))

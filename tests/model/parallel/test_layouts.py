@@ -29,6 +29,7 @@ from tests.model.layouts import (
     train_step,
     travel,
     whole_gradients,
+    write_videos,
 )
 from tests.model.workers import run_in_all
 
@@ -86,9 +87,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row for row in rows if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
     ]
     source = write_jsonl(folder / "chat.jsonl", rows)
-    return build_dataset(
+    made = build_dataset(
         source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
     )
+    write_videos(made)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,22 @@ SHARDED_CASES = [
     Case("sharded, tensor 2 x context 2, images spread", {"tensor": 2, "context": 2}, SPREAD, {"mtp": 1}, sharded=True),
     Case("sharded, experts 2 x context 2", {"expert": 2, "context": 2}, {}, MOE, sharded=True),
 ]
-ALL_CASES = [*CASES, *VL_CASES, *SHARDED_CASES]
+#: Packs of images and videos, in each layout that spreads, cuts or exchanges what the tower makes.
+VIDEO_CASES = [
+    Case("videos, tensor 2 x context 2, spread", {"tensor": 2, "context": 2}, SPREAD, {"mtp": 1}, videos=True),
+    Case("videos, qwen3_vl tensor 2 x context 2", {"tensor": 2, "context": 2}, SEQUENCE, VL, videos=True),
+    Case("videos, context 2 x pipeline 2", {"context": 2, "pipeline": 2}, {}, {"mtp": 1}, videos=True),
+    Case("videos, qwen3_vl tensor 2 x pipeline 2, spread", {"tensor": 2, "pipeline": 2}, SPREAD, VL, videos=True),
+    Case(
+        "videos, qwen3_vl sharded, context 2, recomputed",
+        {"context": 2},
+        {"recompute": "full", "vision_recompute": True},
+        VL,
+        sharded=True,
+        videos=True,
+    ),
+]
+ALL_CASES = [*CASES, *VL_CASES, *SHARDED_CASES, *VIDEO_CASES]
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +153,16 @@ def references(one_process: None, data: Path) -> dict[str, tuple[StepOutcome, di
     """One process, by model."""
     made: dict[str, Any] = {}
     for case in ALL_CASES:
-        alone = Case("one process", {}, {}, case.model, case.vocab_size)
-        key = repr((case.model, case.vocab_size))
+        alone = Case("one process", {}, {}, case.model, case.vocab_size, videos=case.videos)
+        key = key_of(case)
         if key not in made:
             outcome = train_step(alone, data)
             made[key] = (outcome, whole_gradients(alone, data, [outcome]))
     return made
+
+
+def key_of(case: Case) -> str:
+    return repr((case.model, case.vocab_size, case.videos))
 
 
 def norm(gradients: dict[str, torch.Tensor]) -> float:
@@ -195,10 +217,14 @@ def test_the_language_model_alone_equals_the_whole_one(one_process: None, data: 
 
 def compare(case: Case, data: Path, references: Any, outcomes: list[StepOutcome]) -> None:
     """Asserts that the ranks' outcomes are those of one process."""
-    reference, wanted = references[repr((case.model, case.vocab_size))]
-    assert 0 in reference.images_held  # a pack without images, and one with several
-    assert max(reference.images_held) > 1
-    if case.groups.get("context", 1) > 1:
+    reference, wanted = references[key_of(case)]
+    if case.videos:  # packs with several of both
+        assert min(reference.images_held) > 1
+        assert max(reference.videos_held) > 1
+    else:
+        assert 0 in reference.images_held  # a pack without images, and one with several
+        assert max(reference.images_held) > 1
+    if not case.videos and case.groups.get("context", 1) > 1:
         shares: dict[tuple[int, int], list[int]] = {}
         for outcome in outcomes:
             for number, count in enumerate(outcome.images_held):

@@ -12,7 +12,7 @@ from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
 from tests.model.helpers import relative
-from tests.model.layouts import Case, StepOutcome, train_step, whole_gradients
+from tests.model.layouts import Case, StepOutcome, train_step, whole_gradients, write_videos
 from tests.model.sides import SideCase, gradients_of_sides, run_sides
 from tests.model.training.conftest import short
 from tests.model.workers import run_in_all
@@ -44,6 +44,9 @@ CASES = [
     SideCase(2, 2, {"vision_tensor": 2, "tensor": 2}, SEQUENCE, DENSE),
     SideCase(2, 2, {"vision_tensor": 2, "tensor": 2, "expert": 2}, SEQUENCE, MOE),
     SideCase(2, 2, {"tensor": 2}, SEQUENCE, VL),
+    SideCase(2, 2, {"context": 2}, {}, DENSE, videos=True),
+    SideCase(2, 2, {"vision_tensor": 2, "context": 2}, {}, VL, videos=True),
+    SideCase(1, 2, {"tensor": 2}, SEQUENCE, VL, videos=True),
 ]
 
 
@@ -53,9 +56,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sides")
     few = [row for number, row in enumerate(chat_rows(160)) if number < 20 or number % 4 == 2]
     source = write_jsonl(folder / "chat.jsonl", short(few))
-    return build_dataset(
+    made = build_dataset(
         source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
     )
+    write_videos(made)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +68,15 @@ def references(one_process: None, data: Path) -> dict[str, Any]:
     """One process, by model."""
     made: dict[str, Any] = {}
     for case in CASES:
-        if repr(case.model) not in made:
-            alone = Case("one process", {}, {}, case.model)
+        if key_of(case) not in made:
+            alone = Case("one process", {}, {}, case.model, videos=case.videos)
             outcome = train_step(alone, data)
-            made[repr(case.model)] = (outcome, whole_gradients(alone, data, [outcome]))
+            made[key_of(case)] = (outcome, whole_gradients(alone, data, [outcome]))
     return made
+
+
+def key_of(case: SideCase) -> str:
+    return repr((case.model, case.videos))
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +92,15 @@ def test_sides_equal_one_process(
     case = CASES[number]
     outcomes = [each for ranks in by_rank if (each := ranks[number]) is not None]
     assert len(outcomes) == case.world
-    reference, wanted = references[repr(case.model)]
-    assert 0 in reference.images_held  # a micro-batch without images, and one with several
+    reference, wanted = references[key_of(case)]
+    assert case.videos or 0 in reference.images_held  # a micro-batch without images, and one with several
     assert max(reference.images_held) > 1
-    encoded = [sum(each.images_held) for each in outcomes if each.place["tower"]]
-    replicas = encoded[:: case.groups.get("vision_tensor", 1)]
-    assert sum(replicas) == sum(reference.images_held), "each image is encoded once"
-    assert not sum(sum(each.images_held) for each in outcomes if not each.place["tower"])
+    for name in ("images_held", "videos_held"):
+        encoded = [sum(getattr(each, name)) for each in outcomes if each.place["tower"]]
+        replicas = encoded[:: case.groups.get("vision_tensor", 1)]
+        assert sum(replicas) == sum(getattr(reference, name)), "each image and video is encoded once"
+        assert not sum(sum(getattr(each, name)) for each in outcomes if not each.place["tower"])
+    assert case.videos == (max(reference.videos_held) > 1)
     for outcome in outcomes:
         assert outcome.loss == pytest.approx(reference.loss, rel=TOLERANCE)
         assert outcome.metrics == pytest.approx(reference.metrics, rel=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Rows of images reach the ranks that place them, whoever encodes them and however the language model is cut."""
+"""Rows of images and videos reach the ranks that place them, whoever encodes them and however the model is cut."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.model.helpers import make_sample, pack
 
 pytest.importorskip("megatron.core")
 
+from model.parallel.item_blocks import ItemBlocks
 from model.parallel.layout import require_layout
 from model.parallel.packed import PackIndex
 from model.parallel.separation import Separation
@@ -19,7 +20,9 @@ from vlmdata.loader.request.pack_request import PackImages
 from vlmdata.packing.image_owners import step_owners
 
 MERGE = 4
-images = st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 6])), max_size=4)
+image_grids = st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 6]))
+video_grids = st.tuples(st.sampled_from([1, 2, 5]), st.sampled_from([2, 4]), st.sampled_from([2, 6]))
+items = st.lists(image_grids | video_grids, max_size=4)
 SIZES = st.builds(
     Separation,
     vision=st.sampled_from([2, 4, 6]),
@@ -32,23 +35,25 @@ SIZES = st.builds(
 
 
 @given(
-    packs=st.lists(st.lists(images, min_size=1, max_size=3), min_size=2, max_size=2), ranks=SIZES, ahead=st.booleans()
+    packs=st.lists(st.lists(items, min_size=1, max_size=3), min_size=2, max_size=2), ranks=SIZES, ahead=st.booleans()
 )
 @settings(deadline=None, max_examples=30)
-def test_each_token_gets_its_row(packs: list[list[list[tuple[int, int]]]], ranks: Separation, ahead: bool) -> None:
+def test_each_token_gets_its_row(packs: list[list[list[tuple[int, ...]]]], ranks: Separation, ahead: bool) -> None:
     batches = [pack([make_sample(n, each, 10 + n) for n, each in enumerate(samples)], 16) for samples in packs]
-    hosts = [batch.host for batch in batches]
-    (owners,) = step_owners([[each.image_grid_thw for each in hosts]], ranks.replicas)
+    blocks = [ItemBlocks.of(batch, MERGE) for batch in batches]
+    (owners,) = step_owners([[each.items.grids for each in blocks]], ranks.replicas)
     known = [
-        PackImages(h.cu_seqlens, h.cu_seqlens_padded, h.image_grid_thw, h.image_starts, o)
-        for h, o in zip(hosts, owners, strict=True)
+        PackImages(b.host.cu_seqlens, b.host.cu_seqlens_padded, i.grids, i.starts, i.are_videos, o)
+        for b, i, o in zip(batches, [each.items for each in blocks], owners, strict=True)
     ]
     rows = MicroBatchRows.of(known, ranks, MERGE, following=ahead)
-    # What the tower's data-parallel ranks compute, one after another: which pack, image and row of it.
+    # What the tower's data-parallel ranks compute, images and then videos: which pack, item and row of it.
     made: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks.replicas)]
-    for number, each in enumerate(known):
-        for image, (grid, owner) in enumerate(zip(each.image_grid_thw, each.owners.tolist(), strict=True)):
-            made[owner] += [(number, image, row) for row in range(int(grid.prod()) // MERGE)]
+    for videos in (False, True):
+        for number, each in enumerate(known):
+            for item in np.flatnonzero(each.are_videos == videos).tolist():
+                count = int(each.grids[item].prod()) // MERGE
+                made[each.owners[item]] += [(number, item, row) for row in range(count)]
     sent: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for rank in range(ranks.vision):
         transfer = rows.to_send(rank)
@@ -71,16 +76,28 @@ def test_each_token_gets_its_row(packs: list[list[list[tuple[int, int]]]], ranks
                 arrived += part
             index = PackIndex.of_boundaries(each.cu_seqlens, each.cu_seqlens_padded, ranks.context, context)
             tokens = np.concatenate([index.local, index.following]) if ahead else index.local
-            needed = set()
+            needed, row_of_token = set(), rows.row_of_token(data, blocks[data])
             for token in tokens[tokens >= 0].tolist():
-                number = int(rows.row_of_token[data][token])
+                number = int(row_of_token[token])
                 if number < 0:
                     continue
-                pack_number, image, row = arrived[int(np.searchsorted(wanted, number))]
+                pack_number, item, row = arrived[int(np.searchsorted(wanted, number))]
                 assert pack_number == data
-                assert int(each.image_starts[image]) + row == token
+                assert token_of(blocks[data], item, row) == token
                 needed.add(number)
-            assert wanted.tolist() == sorted(needed), "each row once, and none that no token needs"
+            of_videos = {
+                int(first) + row
+                for first, grid, is_video in zip(rows.firsts[data], each.grids, each.are_videos, strict=True)
+                for row in range(is_video * int(grid.prod()) // MERGE)
+            }
+            assert wanted.tolist() == sorted(needed | of_videos), "each row once, of images none that no token needs"
+
+
+def token_of(blocks: ItemBlocks, item: int, row: int) -> int:
+    """The token of a row of an item."""
+    own = blocks.owners == item
+    tokens = [start + i for start, n in zip(blocks.starts[own], blocks.counts[own], strict=True) for i in range(n)]
+    return int(tokens[row])
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from model.families import architecture_to_hf
 from tests.model.helpers import transformers_model, weights_of
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
@@ -76,8 +78,17 @@ def plain_logits(model: Any, sample: Sample) -> torch.Tensor:
         "input_ids": torch.from_numpy(sample.input_ids[None, : sample.length].astype("int64")),
         "position_ids": torch.from_numpy(sample.position_ids[:, None, : sample.length].astype("int64")),
     }
-    if len(sample.image_grid_thw):
-        inputs["pixel_values"] = FAMILY.pixel_values(torch.from_numpy(sample.patches.copy()), torch.float32)
-        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype("int64"))
+    ends = np.cumsum([item.rows for item in sample.items])
+    values: dict[str, list[torch.Tensor]] = {IMAGE: [], VIDEO: []}
+    for item, end in zip(sample.items, ends.tolist(), strict=True):
+        rows = torch.from_numpy(sample.patches[end - item.rows : end].copy())
+        values[item.kind].append(FAMILY.pixel_values(rows, torch.float32, copies=item.copies))
+    for kind, name, grids in (
+        (IMAGE, "pixel_values", sample.image_grid_thw),
+        (VIDEO, "pixel_values_videos", sample.video_grid_thw),
+    ):
+        if grids is not None and len(grids):
+            inputs[name] = torch.cat(values[kind])
+            inputs[f"{kind}_grid_thw"] = torch.from_numpy(grids.astype("int64"))
     logits: torch.Tensor = model(use_cache=False, **inputs).logits
     return logits[0].float()

@@ -189,13 +189,14 @@ class EpochPlans:
 
 @dataclass(frozen=True, eq=False)
 class PackImages:
-    """Boundaries and images of a pack, and who encodes the images."""
+    """Boundaries, images and videos of a pack, and who encodes them."""
 
     cu_seqlens: IntArray  # int64 (segments + 1,), running sum of true lengths
     cu_seqlens_padded: IntArray  # int64 (segments + 1,), start of each segment
-    image_grid_thw: IntArray  # int64 (N, 3), patches per image along t, h, w
-    image_starts: IntArray  # int64 (N,), first token of each image in the pack
-    owners: IntArray  # int64 (N,), data-parallel rank of the vision tower that encodes each image
+    grids: IntArray  # int64 (N, 3), patches of each image and video along t, h, w, in order of their tokens
+    starts: IntArray  # int64 (N,), first token of each in the pack; the index has no other blocks of a video
+    are_videos: npt.NDArray[np.bool_]  # bool (N,), which are videos
+    owners: IntArray  # int64 (N,), data-parallel rank of the vision tower that encodes each
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +235,7 @@ class RankStream:
             epoch, step = epoch + 1, 0
 
     def images(self, epoch: int, step: int) -> tuple[tuple[PackImages, ...], ...]:
-        """Returns the boundaries and images of all packs of a step, first by micro-batch, then by data-parallel rank.
+        """Returns the boundaries and items of all packs of a step, first by micro-batch, then by data-parallel rank.
 
         Reads the index only.
 
@@ -242,7 +243,14 @@ class RankStream:
             IndexError: If the epoch has no such step.
         """
         found = [
-            PackImages(pack.cu_seqlens, pack.cu_seqlens_padded, pack.images.grids, pack.images.starts, owners)
+            PackImages(
+                pack.cu_seqlens,
+                pack.cu_seqlens_padded,
+                pack.images.grids,
+                pack.images.starts,
+                pack.images.are_videos,
+                owners,
+            )
             for pack, owners in self._all_of(self.plans[epoch], step)
         ]
         return tuple(tuple(found[start : start + self.dp_size]) for start in range(0, len(found), self.dp_size))

@@ -272,7 +272,7 @@ def _flip(file: Path) -> None:
 
 
 def test_images_for_a_model_without_a_tower_are_refused(chats: Path, texts: Path, run: Any) -> None:
-    message = r"chat has [0-9]+ images, but model\.language_only builds no vision tower: give data without images, or"
+    message = r"chat has [0-9]+ images and videos, but model\.language_only builds no vision tower: give data without"
     with pytest.raises(ConfigError, match=message):
         run(model__language_only=True)
     with pytest.raises(ConfigError, match=rf"data\.eval_paths {chats}: .*{message}"):

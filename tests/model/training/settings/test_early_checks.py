@@ -27,17 +27,6 @@ def test_data_of_another_family_is_refused(chats: Path) -> None:
         require_data_family(preset("tiny"), manifest, str(chats))
 
 
-def test_data_with_videos_is_refused_before_the_run(chats: Path, tmp_path: Path) -> None:
-    manifest = Manifest.read(chats)
-    shutil.copytree(chats, tmp_path / "clips")
-    manifest = dataclasses.replace(manifest, features=(*manifest.features, "videos"))
-    (tmp_path / "clips" / "manifest.json").write_bytes(manifest.to_json())
-    config = load_config(None, [("data.paths", [str(tmp_path / "clips")]), ("model.preset", "tiny")])
-    message = "clips has samples with videos, and train.py trains on images alone: preprocess rows without videos"
-    with pytest.raises(ConfigError, match=message):
-        check_early(config)
-
-
 def test_a_model_of_another_family_is_refused(chats: Path) -> None:
     config = load_config(None, [("data.paths", [str(chats)]), ("model.preset", "qwen3-vl-tiny")])
     with pytest.raises(ConfigError, match="for the model family qwen3_5, but the model needs qwen3_vl: preprocess it "):

@@ -1,0 +1,85 @@
+"""Whole runs on clips of both families: learned, resumed, evaluated, exported to transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from preprocess.config import ImageConfig, VideoConfig
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset, encoded_image
+from tests.media.video.clips import clip, picture
+from tests.model.training.conftest import evaluations_of, steps_of, train_here
+from tests.model.training.plain import plain_loss
+
+pytestmark = pytest.mark.slow
+
+EXACT = ("loss", "grad_norm", "targets", "tokens", "images", "videos", "patches", "samples", "epoch")
+
+
+def rows() -> list[dict[str, Any]]:
+    """One or two clips, with an image between them or none; some rows have neither."""
+    contents = ["<video>What is it?", "<video>Then <image> and <video>?", "And now?", "<image>Or <video>?"]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": contents[number % 4]},
+                {"role": "assistant", "content": f"Numbers up to {number}."},
+            ],
+            "videos": ["odd.mp4", "even.mp4"][: contents[number % 4].count("<video>")],
+            "images": ["picture.png"][: contents[number % 4].count("<image>")],
+        }
+        for number in range(24)
+    ]
+
+
+def clips(folder: Path, family: str) -> Path:
+    """A dataset of those rows."""
+    for name, count in (("odd", 5), ("even", 8)):
+        frames = [picture(37 * number, 64, 48) for number in range(count)]
+        (folder / f"{name}.mp4").write_bytes(clip(count=count, rate=2, frames=frames))
+    (folder / "picture.png").write_bytes(encoded_image(64, 96, seed=1))
+    return build_dataset(
+        write_jsonl(folder / "rows.jsonl", rows()),
+        folder / "clips",
+        recipe="chat",
+        family=family,
+        image=ImageConfig(1024, 4096),
+        video=VideoConfig(min_pixels=4096, max_pixels=16384),
+        rows_per_shard=8,
+        pad_multiple=16,
+    )
+
+
+def exact(out: Path) -> list[dict[str, Any]]:
+    return [{name: line[name] for name in EXACT} for line in steps_of(out)]
+
+
+@pytest.mark.parametrize(("family", "preset"), [("qwen3_5", "tiny"), ("qwen3_vl", "qwen3-vl-tiny")])
+def test_a_run_learns_resumes_and_exports(family: str, preset: str, one_process: None, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from model.weights.convert import to_hf
+
+    data = clips(tmp_path, family)
+    options = {"model__preset": preset, "data__eval_paths": [str(data)], "data__max_patches": None}
+    train_here(tmp_path / "whole", data, **options)
+    train_here(tmp_path / "parts", data, run__steps=2, **options)
+    train_here(tmp_path / "parts", data, resume=True, **options)
+    assert exact(tmp_path / "parts") == exact(tmp_path / "whole")
+    lines = steps_of(tmp_path / "whole")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert all(line["videos"] > 1 and line["images"] > 0 for line in lines)
+    (checkpoint,) = (tmp_path / "whole" / "checkpoints").glob("step-*")
+    to_hf(checkpoint, tmp_path / "hf")
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    (found,) = evaluations_of(tmp_path / "whole")
+    assert (found["loss"], found["targets"]) == pytest.approx(plain_loss(exported, data), rel=1e-5)
+    processor = AutoProcessor.from_pretrained(tmp_path / "hf").video_processor
+    assert dict(processor.size) == {"shortest_edge": 4096, "longest_edge": 16384}, "as the dataset was made"
+    assert (processor.fps, processor.min_frames, processor.max_frames) == (2, 4, 768)

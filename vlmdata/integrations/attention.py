@@ -1,0 +1,166 @@
+"""Attention within the segments of a pack, for the decoders and vision encoders of transformers' models.
+
+transformers' SDPA takes a pack with a mask of all its tokens by all its tokens, which excludes the fast kernels and
+computes what lies between samples, too. :func:`attend` takes the segments instead. On CUDA, in bfloat16 and float16,
+it is one call of a kernel for sequences of any lengths: torch's ``varlen_attn``, else that of the package flash-attn.
+Elsewhere it computes segment by segment with SDPA.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from vlmdata.integrations.segments import SEGMENTS, Segments, SegmentsMask
+
+#: ``attn_implementation`` of prepared decoders: plain calls are SDPA's.
+DECODER = "vlmdata"
+#: The same of prepared vision encoders. With "flash" in its name, transformers gives all images in one call.
+ENCODER = "vlmdata_flash"
+
+#: Queries, keys, values (T, heads, width), int32 boundaries, longest segment, causal, scale -> (T, heads, width).
+Kernel = Callable[..., torch.Tensor]
+
+
+def register() -> None:
+    """Makes the names known to transformers. To repeat it is harmless."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in (DECODER, ENCODER):
+        if name not in ALL_ATTENTION_FUNCTIONS:
+            ALL_ATTENTION_FUNCTIONS.register(name, attend)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def exchange(decoder: Any, encoder: Any) -> Callable[[], None]:
+    """Makes a model's decoder and vision encoder call :func:`attend` if they have SDPA.
+
+    Args:
+        decoder: Configuration of the decoder. It is changed.
+        encoder: Configuration of the vision encoder. It is changed.
+
+    Returns:
+        What undoes that, unless another attention was set in the meantime.
+    """
+    register()
+    wanted = [(config, name) for config, name in ((decoder, DECODER), (encoder, ENCODER)) if _may_exchange(config)]
+    for config, name in wanted:
+        config._attn_implementation_internal = name
+
+    def undo() -> None:
+        for config, name in wanted:
+            if config._attn_implementation == name:
+                config._attn_implementation_internal = "sdpa"
+
+    return undo
+
+
+def _may_exchange(config: Any) -> bool:
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    return config._attn_implementation == "sdpa" and not windows
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: within segments if it is told of them, else its own SDPA.
+
+    Args:
+        module: The layer; ``is_causal`` of the keywords or of the layer says whether tokens see later ones.
+        query: (1, heads, T, width).
+        key: (1, key heads, T, width).
+        value: As ``key``.
+        attention_mask: A :class:`SegmentsMask` for a pack; a mask or None in other calls.
+        scaling: Factor of the scores.
+        dropout: Probability, for which there is no fast kernel.
+        **kwargs: ``vlmdata_segments`` for a pack, or ``cu_seq_lens_q`` and ``max_length_q`` for images. Others have no
+            effect on these.
+
+    Returns:
+        (1, T, heads, width), and None for the weights.
+    """
+    segments: Segments | None = kwargs.get(SEGMENTS)
+    bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+    if segments is not None and isinstance(attention_mask, SegmentsMask):
+        bounds, longest = segments.cu_seqlens, max(segments.lengths)
+    elif bounds is None or attention_mask is not None:
+        return _plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    causal = bool(kwargs.get("is_causal", module.is_causal))
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    kernel = kernel_for(query, value, dropout)
+    if kernel is not None:
+        parts = (each[0].transpose(0, 1) for each in (query, key, value))
+        bounds = bounds.to(query.device, torch.int32)
+        return kernel(*parts, bounds, longest, causal, scaling)[None], None
+    lengths = bounds.diff().tolist() if segments is None else list(segments.lengths)
+    pieces = [
+        _plain(module, *each, None, scaling=scaling, dropout=dropout, is_causal=causal)[0]
+        for each in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    ]
+    return torch.cat(pieces, dim=1), None
+
+
+def _plain(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+    return result
+
+
+def kernel_for(query: torch.Tensor, value: torch.Tensor, dropout: float) -> Kernel | None:
+    """The kernel that can compute such tensors, or None."""
+    fits = query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    same = query.dtype == value.dtype and query.dtype in (torch.bfloat16, torch.float16)
+    return installed_kernel() if query.is_cuda and fits and same and not dropout else None
+
+
+@cache
+def installed_kernel() -> Kernel | None:
+    """Torch's kernel for sequences of any lengths, else that of the package flash-attn, else None."""
+    return _of_torch() or _of_flash_attn()
+
+
+def _of_torch() -> Kernel | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    if not {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters):
+        return None  # torch 2.10 has no scale
+
+    def kernel(q: Any, k: Any, v: Any, bounds: Any, longest: int, causal: bool, scale: float | None) -> torch.Tensor:
+        window = (-1, 0) if causal else (-1, -1)
+        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=window)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    return kernel
+
+
+def _of_flash_attn() -> Kernel | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+
+    def kernel(q: Any, k: Any, v: Any, bounds: Any, longest: int, causal: bool, scale: float | None) -> torch.Tensor:
+        out: torch.Tensor = flash_attn_varlen_func(
+            q, k, v, bounds, bounds, longest, longest, softmax_scale=scale, causal=causal
+        )
+        return out
+
+    return kernel
