@@ -49,7 +49,7 @@ _EXACT = 1 << 53
 
 
 @dataclass(frozen=True)
-class Member:
+class MixtureMember:
     """A dataset or a group of a mixture.
 
     Attributes:
@@ -66,16 +66,16 @@ class Member:
     path: str | None = None
     max_samples: int | None = None
     temperature: float = 1.0
-    members: tuple[Member, ...] = ()
+    members: tuple[MixtureMember, ...] = ()
 
-    def datasets(self) -> Iterator[Member]:
+    def datasets(self) -> Iterator[MixtureMember]:
         """Yields the datasets, in the order of the file."""
         if self.path is not None:
             yield self
         for each in self.members:
             yield from each.datasets()
 
-    def with_values(self, name: str, values: Mapping[str, Any]) -> Member:
+    def with_values(self, name: str, values: Mapping[str, Any]) -> MixtureMember:
         """Returns a copy with other values of an attribute, by the names of members."""
         members = tuple(each.with_values(name, values) for each in self.members)
         mine = {name: values[self.name]} if self.name in values else {}
@@ -87,7 +87,7 @@ class _Entry:
     """The mixture from a step on."""
 
     step: int
-    root: Member
+    root: MixtureMember
     max_length: int | None
     seed: int | None
 
@@ -188,7 +188,7 @@ class _Reader:
         members = values.get("datasets")
         if not isinstance(members, dict) or not members:
             raise UsageError(f'{self._file}: names no datasets; add one such as\n\n[datasets.chat]\npath = "data/chat"')
-        root = Member(
+        root = MixtureMember(
             "",
             temperature=self._number(values, "temperature", "", positive=True) or 1.0,
             members=tuple(self._member(name, name, each) for name, each in members.items()),
@@ -209,7 +209,7 @@ class _Reader:
             raise self._wrong("schedule", changes, "a list: [[schedule]] for each step")
         return changes
 
-    def _member(self, key: str, name: str, values: Any) -> Member:
+    def _member(self, key: str, name: str, values: Any) -> MixtureMember:
         if not isinstance(values, dict):
             raise self._wrong(f"datasets.{name}", values, "a table with path, or of members with path each")
         weight = self._number(values, "weight", f"datasets.{name}.")
@@ -221,13 +221,13 @@ class _Reader:
                 raise UsageError(f"{self._file}: datasets.{name} has neither a path nor members; add one")
             temperature = self._number(values, "temperature", f"datasets.{name}.", positive=True)
             members = tuple(self._member(each, f"{name}.{each}", value) for each, value in inner.items())
-            return Member(name, weight, temperature=temperature or 1.0, members=members)
+            return MixtureMember(name, weight, temperature=temperature or 1.0, members=members)
         self._require_known(values, _OF_DATASET, f"datasets.{name}.")
         path = values["path"]
         if not isinstance(path, str) or not path:
             raise self._wrong(f"datasets.{name}.path", path, "a folder or a URL")
         place = path if is_url(path) else str(self._file.parent / path)
-        return Member(name, weight, place, self._whole_number(values, "max_samples", f"datasets.{name}."))
+        return MixtureMember(name, weight, place, self._whole_number(values, "max_samples", f"datasets.{name}."))
 
     def _entry(self, number: int, values: Mapping[str, Any], base: _Entry) -> _Entry:
         """Returns a change: the mixture of the file with other values."""
@@ -257,7 +257,7 @@ class _Reader:
         length = self._whole_number(values, "max_length", where)
         return _Entry(step, root, base.max_length if length is None else length, seed)
 
-    def _check_weights(self, group: Member, by: str) -> None:
+    def _check_weights(self, group: MixtureMember, by: str) -> None:
         given = [each.weight is not None for each in group.members]
         name = group.name or "the mixture"
         if by != "epochs" and any(given) and not all(given):
@@ -296,7 +296,7 @@ class _Reader:
         return UsageError(f"{self._file}: {key} is {value!r}; it must be {wanted}")
 
 
-def _all_members(group: Member) -> Iterator[Member]:
+def _all_members(group: MixtureMember) -> Iterator[MixtureMember]:
     for each in group.members:
         yield each
         yield from _all_members(each)
@@ -310,7 +310,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _passes(group: Member, passes: float = 1.0) -> Iterator[float]:
+def _passes(group: MixtureMember, passes: float = 1.0) -> Iterator[float]:
     """Yields the passes over each dataset: its weight times those of its groups."""
     passes *= 1.0 if group.weight is None else group.weight
     if group.path is not None:
@@ -319,7 +319,7 @@ def _passes(group: Member, passes: float = 1.0) -> Iterator[float]:
         yield from _passes(each, passes)
 
 
-def _shares(group: Member, sizes: Mapping[str, int], share: Fraction) -> Iterator[Fraction]:
+def _shares(group: MixtureMember, sizes: Mapping[str, int], share: Fraction) -> Iterator[Fraction]:
     """Yields the exact share of each dataset of a group that has a share itself."""
     if group.path is not None:
         yield share
