@@ -275,7 +275,7 @@ class PreprocessConfig:
         Mapping[str, Any],
         data_option(
             "Option of the recipe; repeat for several. `cord_v2`: prompt, target. `caption`: prompt, stray_marks. "
-            "`chat`, `text`: stray_marks. `-O help` describes them, also for your own --recipe.",
+            "`chat`, `text`: stray_marks. `chat`: unmarked. `-O help` describes them, also for your own --recipe.",
             name="recipe_option",
             flags=("--recipe-option", "-O"),
             metavar="NAME=VALUE",
