@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help env demo test explore adapters browser check docs bench wheel lock clean
 
 help:
-	@echo "make demo    draw receipts, make shards, verify, plan, look at them, train on them  ($(DEMO_DIR))"
+	@echo "make demo    draw receipts and clips, make shards, verify, plan, look at them, train on them  ($(DEMO_DIR))"
 	@echo "make test    the whole test suite (what .ci/run calls)"
 	@echo "make explore the property tests with other examples each time, for MINUTES=$(MINUTES)"
 	@echo "make adapters  the scripts of docs/frameworks.md under trainers that CI does not have (NAMES='trl swift')"
@@ -55,10 +55,13 @@ demo: .venv/.stamp-train
 	.venv/bin/vlmdata verify $(DEMO_DIR)
 	.venv/bin/vlmdata plan $(DEMO_DIR) --capacity 8192 --global-batch 4 --dp 2
 	.venv/bin/vlmdata inspect $(DEMO_DIR) --html $(DEMO_DIR).html
+	$(PY) -m preprocess.demo.clips $(DEMO_DIR)-clips
+	.venv/bin/vlmdata preprocess $(DEMO_DIR)-clips/chats.jsonl --tokenizer embedded --video-max-pixels 2000000 --out $(DEMO_DIR)-videos
+	.venv/bin/vlmdata inspect $(DEMO_DIR)-videos --html $(DEMO_DIR)-videos.html
 	rm -rf $(DEMO_DIR)-run
 	$(PY) train.py --data $(DEMO_DIR) --preset tiny --steps $(DEMO_STEPS) --capacity 4096 --global-batch 1 --lr 2e-3 \
 	  --set optimizer.warmup_steps=3 --out $(DEMO_DIR)-run
-	@echo "the dataset is in $(DEMO_DIR) (docs/data-format.md), a page to look at in $(DEMO_DIR).html, the trained model in $(DEMO_DIR)-run"
+	@echo "the dataset is in $(DEMO_DIR) (docs/data-format.md), pages to look at in $(DEMO_DIR).html and $(DEMO_DIR)-videos.html, the trained model in $(DEMO_DIR)-run"
 
 # Debian's browser for the tests of `vlmdata inspect`. Where it may not be installed they are skipped, and say so.
 browser:

@@ -46,8 +46,8 @@ from model.parallel.separation import forget_separation
 from model.training.build import device_of_this_process
 from model.training.loop import train
 from model.training.settings.config_loading import load_config
+from model.weight_names.table import hf_names
 from model.weights.convert import to_megatron
-from model.weights.mapping import hf_names
 from vlmdata import open_dataset
 
 STEPS = 4

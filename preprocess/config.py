@@ -6,18 +6,27 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from preprocess.options import data_option, image_option, run_option, text_option, video_option
+from preprocess.registries import RECIPES
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families.video import VideoSettings
-from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
+from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ZSTD, ItemCodec, describe_codecs, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
+from vlmdata.options import OptionHelp
 
 if TYPE_CHECKING:
     from vlmdata.media.video.container import VideoLimits
+
+#: Options under the headings of the help page.
+data_option = partial(OptionHelp, panel="Data")
+text_option = partial(OptionHelp, panel="Text and targets")
+image_option = partial(OptionHelp, panel="Images")
+video_option = partial(OptionHelp, panel="Videos")
+run_option = partial(OptionHelp, panel="Run")
 
 #: Name of the tokenizer included in vlmdata: 6,144 ids, which fit no published model.
 EMBEDDED = "embedded"
@@ -62,17 +71,24 @@ class SpecialText(StrEnum):
     PLAIN = "plain"
 
 
+def _familys(name: str, part: str | None = None) -> str:
+    """Describes a default that is the family's, by its value in the default family."""
+    family = FAMILIES.find(DEFAULT_FAMILY)
+    value = getattr(family if part is None else getattr(family, part).defaults, name)
+    return f"the family's, {value:,.0f} for {DEFAULT_FAMILY}"
+
+
 @dataclass(frozen=True)
 class ImageConfig:
     """Geometry and limits of images. ``min_pixels`` and ``max_pixels`` of None are the family's defaults."""
 
     min_pixels: Annotated[
         int | None,
-        image_option("Enlarge images with fewer pixels to this.", shown_default="the family's, 200,704 for qwen3_5"),
+        image_option("Enlarge images with fewer pixels to this.", shown_default=_familys("min_pixels")),
     ] = None
     max_pixels: Annotated[
         int | None,
-        image_option("Reduce images with more pixels to this.", shown_default="the family's, 1,003,520 for qwen3_5"),
+        image_option("Reduce images with more pixels to this.", shown_default=_familys("max_pixels")),
     ] = None
     #: From this size, Pillow warns of decompression bombs.
     max_source_pixels: Annotated[int, image_option("Reject image files with more pixels before decoding.")] = 89_478_485
@@ -116,26 +132,28 @@ class VideoConfig:
 
     fps: Annotated[
         float | None,
-        video_option("Frames to sample per second.", name="video_fps", shown_default="the family's, 2"),
+        video_option("Frames to sample per second.", name="video_fps", shown_default=_familys("fps", "video")),
     ] = None
     min_frames: Annotated[
         int | None,
         video_option(
             "Sample at least so many frames, if the video has them.",
             name="video_min_frames",
-            shown_default="the family's, 4",
+            shown_default=_familys("min_frames", "video"),
         ),
     ] = None
     max_frames: Annotated[
         int | None,
-        video_option("Sample at most so many frames.", name="video_max_frames", shown_default="the family's, 768"),
+        video_option(
+            "Sample at most so many frames.", name="video_max_frames", shown_default=_familys("max_frames", "video")
+        ),
     ] = None
     min_pixels: Annotated[
         int | None,
         video_option(
             "Enlarge the frames of videos with fewer pixels, of all frames together (of each in qwen2_5_vl), to this.",
             name="video_min_pixels",
-            shown_default="the family's, 4,096 for qwen3_5",
+            shown_default=_familys("min_pixels", "video"),
         ),
     ] = None
     max_pixels: Annotated[
@@ -143,7 +161,15 @@ class VideoConfig:
         video_option(
             "Reduce the frames of videos with more pixels, counted likewise, to this.",
             name="video_max_pixels",
-            shown_default="the family's, 25,165,824 for qwen3_5",
+            shown_default=_familys("max_pixels", "video"),
+        ),
+    ] = None
+    pixels: Annotated[
+        str | None,
+        video_option(
+            "How shards store videos, as for `--pixels`.",
+            name="video_pixels",
+            shown_default="that of --pixels; zstd for raw and source",
         ),
     ] = None
     cap_pixels_per_frame: Annotated[
@@ -178,15 +204,27 @@ class VideoConfig:
                 raise UsageError(f"video_min_{name} is {least}, more than video_max_{name} {most}. Set both.")
         return made
 
-    def to_json(self, family: Family) -> dict[str, Any] | None:
+    def codec(self, images: ItemCodec) -> ItemCodec:
+        """Returns what stores the videos of a run.
+
+        Args:
+            images: What stores its images.
+        """
+        return CODECS.find(self.pixels or video_codec_beside(images))
+
+    def to_json(self, family: Family, images: ItemCodec) -> dict[str, Any] | None:
         """Returns the options as JSON, with the family's defaults filled in; None if the family has no videos.
+
+        Args:
+            family: The family.
+            images: What stores the images of the run.
 
         Raises:
             UsageError: If they contradict each other.
         """
         if family.video is None:
             return None
-        made = dataclasses.asdict(self.settings(family.video.defaults))
+        made = dataclasses.asdict(self.settings(family.video.defaults)) | {"pixels": self.codec(images).name}
         return {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}
 
     def limits(self, max_source_pixels: int) -> VideoLimits:
@@ -196,6 +234,14 @@ class VideoConfig:
         )
 
         return VideoLimits(max_source_pixels, self.damaged is DamagedVideos.KEEP)
+
+
+def video_codec_beside(images: ItemCodec) -> str:
+    """Returns the name of the codec that stores videos if none is given: that of images, if it makes them smaller.
+
+    Raw frames take 20 to 100 times the space of their file, and ``source`` has no videos (docs/decisions/0090).
+    """
+    return ZSTD if images.name == RAW or images.needs_file else images.name
 
 
 @dataclass(frozen=True)
@@ -241,7 +287,7 @@ class PreprocessConfig:
     recipe: Annotated[
         str,
         data_option(
-            "`cord_v2`, `chat`, `text`, `caption`, or your own as `module:attribute` or `file.py:attribute`. "
+            f"{', '.join(f'`{name}`' for name in RECIPES)}, or your own as `module:attribute` or `file.py:attribute`. "
             "Default: by the columns.",
             shown_default=False,
         ),
@@ -274,8 +320,7 @@ class PreprocessConfig:
     recipe_options: Annotated[
         Mapping[str, Any],
         data_option(
-            "Option of the recipe; repeat for several. `cord_v2`: prompt, target. `caption`: prompt, stray_marks. "
-            "`chat`, `text`: stray_marks. `chat`: unmarked. `-O help` describes them, also for your own --recipe.",
+            "Option of the recipe; repeat for several. `-O help` describes them, also for your own --recipe.",
             name="recipe_option",
             flags=("--recipe-option", "-O"),
             metavar="NAME=VALUE",
@@ -317,6 +362,10 @@ class PreprocessConfig:
                 f"max_source_pixels is {self.image.max_source_pixels}; pixels={self.pixels} stores image files, and "
                 f"readers decode none of more than {MOST_FILE_PIXELS} pixels"
             )
+        videos = self.video_codec
+        libraries_of(videos)
+        if videos.needs_file:
+            raise ValueError(f"video_pixels is {videos.name}, which stores files of images; choose another codec")
         for name in ("max_length", "pad_multiple", "rows_per_shard"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -331,12 +380,17 @@ class PreprocessConfig:
         """Stores the images."""
         return CODECS.find(self.pixels)
 
+    @property
+    def video_codec(self) -> ItemCodec:
+        """Stores the videos."""
+        return self.video.codec(self.codec)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the configuration as nested JSON, with the defaults of the family filled in."""
         least, most = self.image.bounds(self.model_family)
         image = dataclasses.replace(self.image, min_pixels=least, max_pixels=most)
         options = dataclasses.asdict(dataclasses.replace(self, image=image))
-        options["video"] = self.video.to_json(self.model_family)
+        options["video"] = self.video.to_json(self.model_family, self.codec)
         options |= {"family": self.model_family.name, "pixels": self.codec.name}  # they may be given as files
         hosts = options["media"].pop("private_hosts")
         if hosts:  # earlier versions had no such option

@@ -123,7 +123,7 @@ def build_dataset(
 
     config.setdefault("image", ImageConfig(min_pixels=1024, max_pixels=65536))
     resolved = PreprocessConfig(**config)
-    source = open_source(str(spec), layout=resolved.recipe, limit=limit)
+    source = open_source(str(spec), recipe=resolved.recipe, limit=limit)
     preprocess_dataset(source, directory, resolved, workers=workers)
     return directory
 

@@ -109,6 +109,19 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
+def test_model_families_do_not_import_each_other() -> None:
+    root = "model.families."
+    files = {name: tree for name, tree in files_of_ours().items() if name.startswith(root)}
+    families = {name.removeprefix(root).partition(".")[0] for name in files if name.removeprefix(root).count(".")}
+    assert len(families) > 1
+    for name, tree in files.items():
+        own = name.removeprefix(root).partition(".")[0]
+        if own in families:
+            others = {f"{root}{family}" for family in families - {own}}
+            imported = {each for each in imported_at_run_time(tree) if each.startswith(root)}
+            assert not {each for each in imported if any(f"{each}.".startswith(f"{it}.") for it in others)}, name
+
+
 def test_a_public_class_has_a_name_of_its_own() -> None:
     places = defaultdict(list)
     for name, tree in files_of_ours().items():

@@ -12,9 +12,8 @@ import pytest
 
 from preprocess.cli.command import PreprocessCommand
 from preprocess.config import PreprocessConfig
-from preprocess.engines.base import REGISTRY as ENGINES
 from preprocess.recipes import web_images
-from preprocess.recipes.base import REGISTRY as RECIPES
+from preprocess.registries import ENGINES, RECIPES
 from vlmdata import workers
 from vlmdata.families import DEFAULT_FAMILY, family
 from vlmdata.format.index_row import index_schema

@@ -56,6 +56,6 @@ def with_weights(rows: list[dict[str, Any]], seed: int = 0) -> list[dict[str, An
 def build_weighted(folder: Path, rows: list[dict[str, Any]], **config: Any) -> Path:
     """Preprocesses rows with weights into a folder below ``folder`` and returns it."""
     config.setdefault("image", ImageConfig(min_pixels=1024, max_pixels=16384))
-    source = open_source(str(write_jsonl(folder / "rows.jsonl", rows)), layout="chat")
+    source = open_source(str(write_jsonl(folder / "rows.jsonl", rows)), recipe="chat")
     preprocess_dataset(source, folder / "dataset", PreprocessConfig(recipe=RECIPE, **config))
     return folder / "dataset"

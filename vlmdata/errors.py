@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class VlmdataError(Exception):
     """Base of all errors caused by the data, the machine or the caller, as opposed to bugs in vlmdata."""
@@ -39,3 +41,11 @@ class ResourceError(VlmdataError):
 
 class UnreadableDataError(ResourceError):
     """Stored bytes of a sample cannot be read: a bad sector, or a network file system that fails."""
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, then what it was raised from or while handling, down to the first one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

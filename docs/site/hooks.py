@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-from preprocess.options import option_table
+from vlmdata.options import option_table
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RESULTS, _SHOWN = "benchmarks/results", (".md", ".png")

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from model.architecture import Architecture
+from model.families.processors import ProcessorFiles
 from model.flops import StepFlops
 from model.kernels.shapes import DecoderKernels
 from model.network.settings import ModelSettings
@@ -15,7 +16,7 @@ from model.network.settings import ModelSettings
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
-    from model.weights.mapping import ParameterMap, Shape
+    from model.weight_names.table import ParameterMap, Shape
 
 
 class Build[A: Architecture](Protocol):
@@ -66,6 +67,7 @@ class ModelSpec[A: Architecture]:
         check: Raises :class:`model.network.settings.SettingError` for settings that do not fit an architecture.
         build: Builds a model.
         parameter_maps: Makes the weight name table.
+        processor: The files of its processor, which conversion writes for a trained model.
         kernels: Returns the decoder's kernels to compile while a run starts, if any; takes the architecture, settings
             and the tokens of a pack.
     """
@@ -81,6 +83,7 @@ class ModelSpec[A: Architecture]:
     check: Callable[[ModelSettings, A], None]
     build: Build[A]
     parameter_maps: ParameterMaps[A]
+    processor: ProcessorFiles
     kernels: Callable[[A, ModelSettings, int], DecoderKernels | None] = lambda *_: None
 
 

@@ -1,7 +1,7 @@
 """The weight name table of a decoder, as far as families share it.
 
-The canonical names are those of :mod:`model.weights.mapping`. The Hugging Face names are those of ``Qwen3VLTextModel``
-and ``Qwen3VLMoeTextModel``, which Qwen3.5 has too.
+The canonical names are those of :mod:`model.weight_names.table`. The Hugging Face names are those of
+``Qwen3VLTextModel`` and ``Qwen3VLMoeTextModel``, which Qwen3.5 has too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture
-from model.weights.mapping import ParameterMap, Shape, SourceTensor, joined, only, same
-from model.weights.vision_names import vision_maps
+from model.weight_names.table import ParameterMap, Shape, SourceTensor, joined, only, same
+from model.weight_names.vision import vision_maps
 
 #: Name prefix of the decoder's tensors.
 _LANGUAGE = "model.language_model."

@@ -80,13 +80,14 @@ class EmbeddingRows:
         first_row[order] = np.cumsum(rows[order]) - rows[order]
         counts = np.bincount(owners, weights=rows, minlength=context_size).astype(np.int64)
         part_counts = np.bincount(part_of[here], weights=rows[here], minlength=parts).astype(np.int64)
-        shares = []
-        for videos in (False, True):
-            mine = here & (items.are_videos == videos)
-            _check_held(batch, items.grids[mine], items.numbers[mine], videos)
-            shares.append(_share(items.grids[mine], part_of[mine] == part))
+        shares = {}
+        for are_videos in (False, True):
+            mine = here & (items.are_videos == are_videos)
+            _check_held(batch, items.grids[mine], items.numbers[mine], are_videos)
+            shares[are_videos] = _share(items.grids[mine], part_of[mine] == part)
         row_of_token = blocks.spread(first_row)
-        return cls(tuple(counts.tolist()), tuple(part_counts.tolist()), *shares, row_of_token, context_rank)
+        images, videos = shares[False], shares[True]
+        return cls(tuple(counts.tolist()), tuple(part_counts.tolist()), images, videos, row_of_token, context_rank)
 
     def routes(self, tokens: Sequence[IntArray]) -> RowRoutes:
         """Returns how embeddings travel so that each context-parallel rank gets those of its ``tokens``, each once.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -113,7 +115,7 @@ def _join(backend: str, world: int, timeout_minutes: float) -> None:
         try:
             dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
         except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
+            if not _port_is_taken(rank):
                 raise
             raise ValueError(
                 f"port {os.environ.get('MASTER_PORT')} of {os.environ['MASTER_ADDR']} is in use by another process: "
@@ -125,3 +127,19 @@ def _join(backend: str, world: int, timeout_minutes: float) -> None:
     # A single process needs no port, so two runs on one machine cannot collide.
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not marked so
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _port_is_taken(rank: int) -> bool:
+    """Tells whether another process listens at ``MASTER_PORT``, where this rank would hold the store.
+
+    torch's error has this only as text, so the port is tried. Under torchrun, the launcher holds the store.
+    """
+    if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a port that was closed is free
+        try:
+            tried.bind(("", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

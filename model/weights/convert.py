@@ -1,7 +1,7 @@
 """Converts weights between Hugging Face files and megatron-core's distributed checkpoint, one tensor at a time.
 
 A distributed checkpoint does not depend on the layout that wrote it. The model is built on the ``meta`` device to find
-megatron-core's keys, shapes and shards. Values move through the family's name table (:mod:`model.weights.mapping`).
+megatron-core's keys, shapes and shards. Values move through the family's name table (:mod:`model.weight_names.table`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -32,15 +31,15 @@ from model.architecture import Architecture
 from model.families import architecture_to_hf, spec_of
 from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.wrapping import WRAPPER, LinearWrapper
+from model.weight_names.table import ParameterMap, canonical_names, hf_names
+from model.weight_names.vision import VISUAL
 from model.weights.checksums import require_sound, write_checksums
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, require_none, write_tensors
 from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
 from model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
 from model.weights.hf_processor import choose_dataset, opened, write_processor
-from model.weights.mapping import ParameterMap, canonical_names, hf_names
 from model.weights.output import reading_from, writing_to
 from model.weights.store import StreamingSave
-from model.weights.vision_names import VISUAL
 
 Progress = Callable[[int], None]
 
@@ -186,7 +185,7 @@ def to_hf(
             copy_small_files(like, folder)
         if chosen is not None:
             with opened(chosen) as dataset:
-                write_processor(dataset, folder)
+                write_processor(dataset, spec_of(architecture).processor, folder)
         write_tensors(folder, planned, tensor, file_bytes, progress)
         (folder / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
     total = sum(each.bytes for each in planned.values())
@@ -321,7 +320,7 @@ class _IntoTensor(DefaultLoadPlanner):
         self._tensor = tensor
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part: Tensor = narrow_tensor_by_index(self._tensor, read_item.dest_offsets, read_item.lengths)
-        return part
+        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensor[tuple(slice(start, start + length) for start, length in places)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...

@@ -10,8 +10,8 @@ from torch import nn
 from model.architecture import Architecture
 from model.families import spec_of
 from model.network.settings import vocabulary_rows
+from model.weight_names.table import ParameterMap, hf_names, load_from_hf
 from model.weights.hf_files import HfTensors, WeightsError, differences, require_none
-from model.weights.mapping import ParameterMap, hf_names, load_from_hf
 
 #: Tensors that some tools write and no model needs.
 _IGNORED = ("rotary_emb.inv_freq",)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from model.architecture import Architecture
+from model.families import spec_of
+from model.families.processors import ProcessorFiles
 from model.weights.hf_files import WeightsError
 from vlmdata.errors import VlmdataError
 from vlmdata.format.manifest import Manifest
@@ -24,9 +26,6 @@ _IMAGES, _VIDEOS, _GENERATION = "preprocessor_config.json", "video_preprocessor_
 _JOINT = "processor_config.json"
 #: Any of these is a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
-_PROCESSOR = "Qwen3VLProcessor"
-#: Pillow's number for the bicubic filter.
-_BICUBIC = 3
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def choose_dataset(
             return None, [*notes, f"without {what}: {like} has none. Add --data DATASET to write them"]
         return first, [f"{like} has no {what}: tokenizer and processor are those of {first}"]
     if like is not None:
-        theirs = _bounds_in(like)
+        theirs = _bounds_in(like, spec_of(architecture).processor)
         if first is None or theirs in (None, readable[first]):
             return None, []
         return None, [
@@ -150,27 +149,22 @@ def _require_vocabulary(dataset: DatasetFiles, architecture: Architecture) -> No
         )
 
 
-def write_processor(dataset: DatasetFiles, out: Path) -> None:
+def write_processor(dataset: DatasetFiles, files: ProcessorFiles, out: Path) -> None:
     """Writes tokenizer, chat template, processor and generation settings, replacing existing files."""
     for file in sorted(dataset.tokenizer.rglob("*")):
         if file.is_file():
             to = out / file.relative_to(dataset.tokenizer)
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, to)
-    least, most = dataset.bounds
     processor = dataset.manifest.config["fingerprints"]["processor"]
     fields = ("image_mean", "image_std", "merge_size", "patch_size", "temporal_patch_size")
     constants = {name: processor[name] for name in fields}
-    image = {"shortest_edge": least, "longest_edge": most}
     tokenizer = dataset.manifest.tokenizer
     stops = list(dict.fromkeys([tokenizer.turns.end, tokenizer.pad]))
     # Remove processor files of other transformers versions, which would take precedence over these.
     (out / _JOINT).unlink(missing_ok=True)
-    names = {"processor_class": _PROCESSOR}
-    images = {"image_processor_type": "Qwen2VLImageProcessorFast", "size": image, "do_convert_rgb": True}
-    _write(out / _IMAGES, {**names, **images, "resample": _BICUBIC, **constants})
-    videos = {"video_processor_type": "Qwen3VLVideoProcessor", **_video_settings(dataset.manifest)}
-    _write(out / _VIDEOS, {**names, **videos, **constants})
+    _write(out / _IMAGES, files.image_file(dataset.manifest.model_family, constants, dataset.bounds))
+    _write(out / _VIDEOS, files.video_file(constants, _video_settings(dataset.manifest)))
     _write(out / _GENERATION, _generation(out / _GENERATION, stops, tokenizer.pad))
 
 
@@ -194,14 +188,13 @@ def _generation(path: Path, stops: list[int], pad: int) -> dict[str, Any]:
     return {**kept, "eos_token_id": stops, "pad_token_id": pad}
 
 
-def _bounds_in(folder: Path) -> tuple[int, int] | None:
+def _bounds_in(folder: Path, files: ProcessorFiles) -> tuple[int, int] | None:
     """Reads the pixel bounds of a Hugging Face folder's processor; None if it has none."""
     for name in (_IMAGES, _JOINT):
         try:
             found = json.loads((folder / name).read_text())
-            size: Mapping[str, Any] = found.get("image_processor", found)["size"]
-            return int(size["shortest_edge"]), int(size["longest_edge"])
-        except (OSError, ValueError, TypeError, KeyError):
+            return files.image_bounds(found.get("image_processor", found))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
     return None
 

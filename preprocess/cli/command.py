@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from preprocess.config import PreprocessConfig
-from preprocess.options import OptionHelp, data_option, run_option
+from preprocess.config import PreprocessConfig, data_option, run_option
+from preprocess.registries import ENGINES
+from vlmdata.options import OptionHelp
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ class PreprocessCommand:
     engine: Annotated[
         str,
         run_option(
-            "What makes the shards: `local` (processes of this machine), `ray` (a Ray cluster), or your own as "
-            "`module:attribute` or `file.py:attribute`."
+            f"What makes the shards: {', '.join(f'`{name}`' for name in ENGINES)}, or your own as `module:attribute` "
+            "or `file.py:attribute`."
         ),
     ] = "local"
     engine_option: Annotated[
         Mapping[str, Any],
         run_option(
-            "Option of the engine; repeat for several. `local`: reject_after_deaths. `ray`: address. "
-            "`--engine-option help` describes them, also for your own --engine.",
+            "Option of the engine; repeat for several. `--engine-option help` describes them, also for your own "
+            "--engine.",
             metavar="NAME=VALUE",
             shown_default=False,
         ),

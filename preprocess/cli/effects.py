@@ -9,7 +9,8 @@ from pathlib import Path
 from preprocess.config import EMBEDDED, Overlong, PreprocessConfig
 from preprocess.conversation import Conversation, Document
 from preprocess.own_options import constructor_takes, make_options
-from preprocess.recipes.base import PARTS, REGISTRY
+from preprocess.recipes.base import PARTS
+from preprocess.registries import RECIPES
 from preprocess.sources.open import DEMO
 from vlmdata.errors import SourceError
 from vlmdata.locations import is_url
@@ -40,9 +41,9 @@ def refuse_without_effect(spec: str, tokenizer: str, given: Collection[str]) -> 
 def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> None:
     """Raises a SourceError for the first option without effect with the recipe, or unknown to it."""
     recipe = config.recipe
-    make_options(REGISTRY, recipe, config.recipe_options)
+    make_options(RECIPES, recipe, config.recipe_options)
     for name in sorted((RECIPE_DEPENDENT - obeyed(recipe)).intersection(given)):
-        others = " or ".join(other for other in REGISTRY if name in obeyed(other))
+        others = " or ".join(other for other in RECIPES if name in obeyed(other))
         raise SourceError(f"{flag(name)} has no effect with --recipe {recipe}. Omit it, or choose --recipe {others}.")
     if config.overlong == Overlong.SPLIT and Document not in _makes(recipe):
         raise SourceError(
@@ -54,13 +55,13 @@ def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> 
 def obeyed(recipe: str) -> frozenset[str]:
     """Returns the options of :data:`RECIPE_DEPENDENT` that have an effect with a recipe."""
     turns = _TURN_OPTIONS if Conversation in _makes(recipe) else frozenset()
-    media = _MEDIA_OPTIONS if "media" in constructor_takes(REGISTRY, recipe, PARTS) else frozenset()
+    media = _MEDIA_OPTIONS if "media" in constructor_takes(RECIPES, recipe, PARTS) else frozenset()
     return turns | media
 
 
 def _makes(recipe: str) -> tuple[type, ...]:
     """Returns what a recipe makes. A recipe without ``makes`` may make both."""
-    makes: tuple[type, ...] = getattr(REGISTRY.find(recipe), "makes", (Conversation, Document))
+    makes: tuple[type, ...] = getattr(RECIPES.find(recipe), "makes", (Conversation, Document))
     return makes
 
 

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any
 
 import typer
 
 from preprocess.cli.command import PreprocessCommand
-from preprocess.options import DeclaredOption, declared_fields, filled
+from vlmdata.cli.declared_options import with_declared_options
+from vlmdata.options import filled
 
 
-def _with_declared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of :class:`PreprocessCommand` to the signature of a command that takes them as ``**values``."""
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    named = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    parameters = [*named, *map(_parameter, declared_fields(PreprocessCommand))]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
-
-
-def _parameter(declared: DeclaredOption) -> inspect.Parameter:
-    option, kind, default = declared.option, declared.kind, declared.default
-    if get_origin(kind) in (tuple, Mapping):
-        kind, default = list[str] | None, None
-    shown = typer.Option(
-        *declared.flags,
-        help=option.help,
-        metavar=option.metavar,
-        show_default=option.shown_default,
-        rich_help_panel=option.panel,
-    )
-    annotation: Any = Annotated[kind, shown]
-    return inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-@_with_declared_options
+@with_declared_options(PreprocessCommand)
 def preprocess(
     context: typer.Context,
     source: Annotated[
@@ -77,9 +51,8 @@ def preprocess(
     options, source or configuration; 3 out of space or workers; 130 interrupted.
     """
     from preprocess.cli.run_command import run_command
-    from preprocess.engines.base import REGISTRY as ENGINES
     from preprocess.own_options import describe_options
-    from preprocess.recipes.base import REGISTRY as RECIPES
+    from preprocess.registries import ENGINES, RECIPES
 
     if moved:
         raise typer.BadParameter(

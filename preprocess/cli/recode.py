@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlmdata.media.codecs import REGISTRY, codec
+from vlmdata.format.schema import KIND_FEATURES
+from vlmdata.media.codecs import REGISTRY, VIDEO, codec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,10 @@ def recode(
     pixels: Annotated[
         str | None,
         typer.Option(help=f"How the copy stores images, all lossless: {_CODECS}. Default: as they are stored now."),
+    ] = None,
+    video_pixels: Annotated[
+        str | None,
+        typer.Option(help="How the copy stores videos. Default: as --pixels; `zstd` for `raw`."),
     ] = None,
     workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove a dataset in --out and start over.")] = False,
@@ -71,6 +76,7 @@ def recode(
             data,
             store,
             pixels,
+            video_pixels,
             workers=workers or available_cores(),
             overwrite=overwrite,
             started=started,
@@ -84,12 +90,14 @@ def recode(
 
 
 def _summary(data: str, out: str, result: RecodeResult, seconds: float) -> dict[str, Any]:
-    before, after = result.old.totals, result.manifest.totals
+    before, after, options = result.old.totals, result.manifest.totals, result.manifest.config["options"]
+    videos = KIND_FEATURES[VIDEO] in result.manifest.features
     return {
         "from": data,
         "directory": out,
         "was": result.was,
-        "pixels": result.manifest.config["options"]["pixels"],
+        "pixels": options["pixels"],
+        **({"video_pixels": options["video"]["pixels"]} if videos else {}),
         "fingerprint": result.manifest.fingerprint,
         "samples": after.samples,
         "images": after.items,
@@ -109,14 +117,15 @@ def _print(console: Console, summary: dict[str, Any], totals: Totals) -> None:
     from vlmdata.format.manifest import item_sizes
     from vlmdata.wording import counted, duration
 
+    stored = " and ".join(dict.fromkeys([summary["pixels"], *filter(None, [summary.get("video_pixels")])]))
     sizes = f"{summary['bytes_before'] / 1e6:,.1f} MB as {summary['was']}, {summary['bytes'] / 1e6:,.1f} MB as"
     kept = f", {summary['shards_kept']:,} kept" if summary["shards_kept"] else ""
     console.print(
-        f"{counted(summary['samples'], 'sample')}, {counted(summary['images'], 'image')}: {sizes} {summary['pixels']} "
+        f"{counted(summary['samples'], 'sample')}, {counted(summary['images'], 'image')}: {sizes} {stored} "
         f"({summary['ratio']:.2f} of it)",
         markup=False,
     )
-    if sizes := item_sizes(totals, summary["pixels"]):
+    if sizes := item_sizes(totals, stored):
         console.print(sizes, markup=False)
     made = f"{counted(summary['shards_made'], 'shard')} made{kept} in {duration(summary['seconds'])}"
     console.print(made, markup=False)

@@ -33,7 +33,7 @@ from vlmdata.format.schema import INDEX_NAME, KIND_FEATURES, LEDGER_NAME
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.terminal.draw import histogram_table
 from vlmdata.inspect.text import one_line
-from vlmdata.media.codecs import RAW, VIDEO
+from vlmdata.media.codecs import VIDEO, codecs_of
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 from vlmdata.wording import counted, duration
@@ -209,7 +209,7 @@ class Report:
         table.add_row("target tokens", f"{totals.targets:,}", f"{share:.1f} % of tokens")
         has_videos = KIND_FEATURES[VIDEO] in self.manifest.features
         items, item = ("images and videos", "item") if has_videos else ("images", "image")
-        table.add_row(items, f"{totals.items:,}", item_sizes(totals, self._options.get("pixels", RAW)))
+        table.add_row(items, f"{totals.items:,}", item_sizes(totals, " and ".join(codecs_of(self.manifest.features))))
         table.add_row(
             "patches",
             f"{totals.patches:,}",

@@ -27,10 +27,11 @@ from preprocess.encode import Encoder
 from preprocess.engines.base import Engine, errors_named, load_engine
 from preprocess.engines.local import PRELOADED
 from preprocess.own_options import constructor_takes
-from preprocess.recipes.base import PARTS, REGISTRY, load_recipe
+from preprocess.recipes.base import PARTS, load_recipe
 from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
 from preprocess.recipes.image_files import listed
 from preprocess.recipes.media import require_image_root
+from preprocess.registries import RECIPES
 from preprocess.run.claim import Part
 from preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
 from preprocess.run.trace import trace_row
@@ -90,7 +91,7 @@ def _open_sources(command: PreprocessCommand, splits: Sequence[str | None], talk
         return {
             split: open_source(
                 command.source,
-                layout=command.config.recipe,
+                recipe=command.config.recipe,
                 split=split,
                 config_name=command.subset,
                 revision=command.revision,
@@ -142,7 +143,7 @@ def _check_options(command: PreprocessCommand) -> None:
     """Checks everything that does not need the source, which may take long to open."""
     spec, config, given = command.source, command.config, command.given
     if "recipe" in given:
-        if "context" not in constructor_takes(REGISTRY, config.recipe, PARTS):  # which depends on the tokenizer
+        if "context" not in constructor_takes(RECIPES, config.recipe, PARTS):  # which depends on the tokenizer
             load_recipe(config.recipe, config.recipe_options)  # reports an unknown name immediately
         refuse_foreign_options(config, given)
     refuse_without_effect(spec, config.tokenizer, given)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, VideoPart
-from preprocess.encode import EncodedImage, EncodedSample
+from preprocess.encode import EncodedSample, SampleItem
 from preprocess.reject import RowRejected
 from preprocess.run.trace import TracedCandidate, TracedRow
 from vlmdata.format.schema import sample_key
@@ -53,9 +53,9 @@ def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str],
     console.print(Text("sample " + (keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"), "bold"))
     if not isinstance(made, RowRejected):
         samples = [each for each in outcome if isinstance(each, EncodedSample)] if isinstance(outcome, list) else []
-        # Pieces of a document have different images, turns of a conversation the same.
-        images = list(dict.fromkeys(image for sample in samples for image in sample.images if not image.view))
-        console.print(facts(*_parts(made, images)))
+        # Pieces of a document have different items, turns of a conversation the same.
+        items = list(dict.fromkeys(item for sample in samples for item in sample.items if not item.view))
+        console.print(facts(*_parts(made, items)))
     if isinstance(outcome, Exception):
         _print_error(console, outcome, "the recipe rejected it" if isinstance(made, RowRejected) else "encoding it")
         return
@@ -71,10 +71,10 @@ def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str],
 
 
 def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatTokenizer) -> None:
-    images = sum(image.tokens for image in encoded.images)
+    of_items = sum(item.tokens for item in encoded.items)
     what = "images and videos" if encoded.video_grid_thw is not None else "images"
     cut, dropped = ", truncated" if encoded.truncated else "", encoded.dropped_reasoning
-    tokens = f"{encoded.length - images:,} of text, {images:,} of {what}{cut}"
+    tokens = f"{encoded.length - of_items:,} of text, {of_items:,} of {what}{cut}"
     where = f"in {counted(encoded.target_turns, 'turn')}" if encoded.target_turns else "of a document"
     console.print(
         facts(
@@ -87,9 +87,9 @@ def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatToken
     console.print(_marked(encoded, tokenizer))
 
 
-def _parts(made: Conversation | Document, images: list[EncodedImage]) -> Iterator[tuple[str, Any, str]]:
+def _parts(made: Conversation | Document, items: list[SampleItem]) -> Iterator[tuple[str, Any, str]]:
     """Yields a line for each part of each turn, or of the document."""
-    remaining = iter(images)
+    remaining = iter(items)
     if made.loss_weight != 1:
         yield "weight", f"{made.loss_weight}", "of the sample"
     if isinstance(made, Document):
@@ -104,37 +104,37 @@ def _parts(made: Conversation | Document, images: list[EncodedImage]) -> Iterato
             yield "unused keys", data(", ".join(keys)), remark
 
 
-def _turns(made: Conversation, images: Iterator[EncodedImage]) -> Iterator[tuple[str, Any, str]]:
+def _turns(made: Conversation, items: Iterator[SampleItem]) -> Iterator[tuple[str, Any, str]]:
     if made.tools:
         yield "tools", f"{len(made.tools)}", ""
     for message in made.messages:
         name: str = message.role
-        for value, remark in _content(message, images):
+        for value, remark in _content(message, items):
             yield name, value, remark
             name = ""
 
 
-def _content(message: Message, images: Iterator[EncodedImage]) -> Iterator[tuple[Any, str]]:
+def _content(message: Message, items: Iterator[SampleItem]) -> Iterator[tuple[Any, str]]:
     weight = "" if message.loss_weight is None else f"weight {message.loss_weight}"
     if message.reasoning is not None:
         yield data(message.reasoning, "italic", limit=_PART), "reasoning"
     for part in message.parts:
-        yield _part(part, images, weight)
+        yield _part(part, items, weight)
     for call in message.tool_calls:
         yield data(dict(call), limit=_PART), "tool call"
     if not (message.parts or message.reasoning is not None or message.tool_calls):
         yield Text("nothing", "dim"), weight
 
 
-def _part(part: ContentPart, images: Iterator[EncodedImage], remark: str) -> tuple[Any, str]:
+def _part(part: ContentPart, items: Iterator[SampleItem], remark: str) -> tuple[Any, str]:
     if isinstance(part, ImagePart):
-        return data(f"image {part.field}"), _sizes(part, next(images, None))
+        return data(f"image {part.field}"), _sizes(part, next(items, None))
     if isinstance(part, VideoPart):
-        return data(f"video {part.field}"), _frames(part, next(images, None))
+        return data(f"video {part.field}"), _frames(part, next(items, None))
     return data(part.text, limit=_PART), remark
 
 
-def _sizes(part: ImagePart, image: EncodedImage | None) -> str:
+def _sizes(part: ImagePart, image: SampleItem | None) -> str:
     file = counted(len(part.data), "byte")
     if image is None:
         return file
@@ -144,7 +144,7 @@ def _sizes(part: ImagePart, image: EncodedImage | None) -> str:
     return f"{file}, {found}, stored as {width} × {height}: {counted(image.tokens, 'token')}"
 
 
-def _frames(part: VideoPart, video: EncodedImage | None) -> str:
+def _frames(part: VideoPart, video: SampleItem | None) -> str:
     file = counted(sum(map(len, [part.data] if isinstance(part.data, bytes) else part.data)), "byte")
     if video is None:
         return file

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from preprocess.demo.chat import demo_conversation
 from preprocess.demo.row import DEMO_VERSION, DemoReceipt, demo_receipt
+from vlmdata.format.atomic import sync
 
 DemoLayout = Literal["cord_v2", "chat"]
 Progress = Callable[[int], None]
@@ -53,9 +54,9 @@ def ensure_demo_dataset(
             (partial / DATA_FILE).parent.mkdir(parents=True)
             _write_parquet(partial / DATA_FILE, layout, rows, seed, progress)
             for folder in ((partial / DATA_FILE).parent, partial):
-                _sync(folder)
+                sync(folder)
             partial.rename(final)
-            _sync(root)
+            sync(root)
     return final
 
 
@@ -98,12 +99,3 @@ def _rows(layout: DemoLayout, rows: int, seed: int, progress: Progress | None) -
 def _image(row: int, drawn: DemoReceipt) -> dict[str, Any]:
     ending = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}[drawn.file.container]
     return {"bytes": drawn.file.data, "path": f"receipt-{row:06d}.{ending}"}
-
-
-def _sync(directory: Path) -> None:
-    """Makes the names in a directory durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

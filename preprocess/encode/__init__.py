@@ -2,6 +2,6 @@
 
 from preprocess.encode.encoder import Encoder
 from preprocess.encode.image import encode_image
-from preprocess.encode.sample import EncodedImage, EncodedSample
+from preprocess.encode.sample import EncodedSample, SampleItem
 
-__all__ = ["EncodedImage", "EncodedSample", "Encoder", "encode_image"]
+__all__ = ["EncodedSample", "Encoder", "SampleItem", "encode_image"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import ImagePart
-from preprocess.encode.sample import EncodedImage, Views
+from preprocess.encode.sample import SampleItem, Views
 from preprocess.reject import RowRejected
 from vlmdata.families import Family, View
 from vlmdata.media.decode import DecodedImage, decode_image, header_size
@@ -39,7 +39,7 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
         grid = (1, view.shape[0] // family.patch_size, view.shape[1] // family.patch_size)
         origin = _origin(decoded) | ({"view": number} if len(views) > 1 else {})
         tokens = len(patches) // family.patches_per_token
-        made.append(EncodedImage(patches, grid, view.shape, tokens, origin, part.data, number, view.is_whole))
+        made.append(SampleItem(patches, grid, view.shape, tokens, origin, part.data, number, view.is_whole))
     return tuple(made)
 
 

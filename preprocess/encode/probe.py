@@ -100,7 +100,7 @@ def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:
 
 
 def _index_row(sample: EncodedSample) -> IndexRow:
-    items = tuple(ItemPlace(image.shape, 0, 0, 0, 0) for image in sample.images)
+    items = tuple(ItemPlace(item.shape, 0, 0, 0, 0) for item in sample.items)
     return IndexRow(
         key=sample_key(0),
         source_row=0,
@@ -111,7 +111,7 @@ def _index_row(sample: EncodedSample) -> IndexRow:
         num_targets=int(sample.loss_mask.sum()),
         target_turns=sample.target_turns,
         truncated=sample.truncated,
-        item_starts=sample.image_starts,
+        item_starts=sample.item_starts,
     )
 
 

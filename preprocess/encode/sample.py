@@ -27,7 +27,7 @@ LEAST, MOST = 1e-8, 1e8
 
 
 @dataclass(frozen=True, eq=False)
-class EncodedImage:
+class SampleItem:
     """An image or a video as stored."""
 
     patches: npt.NDArray[np.uint8]  # uint8 (R, bytes per patch): one row per patch and temporal copy
@@ -49,7 +49,7 @@ class EncodedImage:
 
 
 #: The pictures of an image, of which each is an item.
-type Views = tuple[EncodedImage, ...]
+type Views = tuple[SampleItem, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +60,8 @@ class EncodedSample:
     input_ids: npt.NDArray[np.int32]  # int32 (L,), L a multiple of ``pad_multiple``
     loss_mask: npt.NDArray[np.uint8]  # uint8 (L,)
     position_ids: npt.NDArray[np.int32]  # int32 (k, L), k the family's axes of positions
-    images: tuple[EncodedImage, ...]  # per image and video, its patches, grid and origin
-    image_starts: tuple[int, ...]  # first token of each
+    items: tuple[SampleItem, ...]  # images and videos
+    item_starts: tuple[int, ...]  # first token of each
     target_turns: int  # assistant turns that are targets; 0 for a document
     truncated: bool  # whether the end was truncated, so that the last answer or the document has no end token
     loss_weights: npt.NDArray[np.float32] | None  # float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1
@@ -82,18 +82,18 @@ class EncodedSample:
     @property
     def video_grid_thw(self) -> npt.NDArray[np.int32] | None:
         """Grids of the videos, int32 (V, 3); None without videos."""
-        return self._grids(VIDEO) if any(image.kind == VIDEO for image in self.images) else None
+        return self._grids(VIDEO) if any(item.kind == VIDEO for item in self.items) else None
 
     def _grids(self, kind: str) -> npt.NDArray[np.int32]:
-        return np.array([image.grid for image in self.images if image.kind == kind], np.int32).reshape(-1, 3)
+        return np.array([item.grid for item in self.items if item.kind == kind], np.int32).reshape(-1, 3)
 
     @property
     def patches(self) -> list[npt.NDArray[np.uint8]]:
-        """The patches of each image; one empty array for a sample without images."""
-        return [image.patches for image in self.images] or [np.zeros((0, self.patch_bytes), dtype=np.uint8)]
+        """The patches of each item; one empty array for a sample without items."""
+        return [item.patches for item in self.items] or [np.zeros((0, self.patch_bytes), dtype=np.uint8)]
 
     def to_sample(self, key: str) -> Sample:
-        """Returns the sample as a reader sees it, with the patches of all images joined."""
+        """Returns the sample as a reader sees it, with the patches of all items joined."""
         patches = np.concatenate(self.patches)
         return Sample(
             key,
@@ -104,7 +104,7 @@ class EncodedSample:
             self.image_grid_thw,
             patches,
             self.loss_weights,
-            tuple(image.shape for image in self.images),
+            tuple(item.shape for item in self.items),
             self.video_grid_thw,
         )
 
@@ -135,10 +135,10 @@ class WeightedTokens:
         return WeightedTokens(np.repeat(self.ids, repeats), np.repeat(self.weights, repeats))
 
 
-def blocks_of(images: Sequence[EncodedImage], family: Family, info: TokenizerInfo) -> Blocks:
+def blocks_of(items: Sequence[SampleItem], family: Family, info: TokenizerInfo) -> Blocks:
     """Returns the blocks of placeholders of images and videos."""
-    tokens = {kind: item.token for kind, item in info.items.items()}
-    return Blocks.of(family, [(image.kind, image.grid) for image in images], tokens, [image.step for image in images])
+    tokens = {kind: each.token for kind, each in info.items.items()}
+    return Blocks.of(family, [(item.kind, item.grid) for item in items], tokens, [item.step for item in items])
 
 
 def finish_sample(
@@ -152,8 +152,8 @@ def finish_sample(
     turn_weights: tuple[float, ...] = (),
 ) -> EncodedSample:
     """Pads a sample's tokens and computes their positions."""
-    length, family, images = len(tokens), config.model_family, tuple(chain.from_iterable(views))
-    blocks = blocks_of(images, family, info)
+    length, family, items = len(tokens), config.model_family, tuple(chain.from_iterable(views))
+    blocks = blocks_of(items, family, info)
     starts = blocks.locate(tokens.ids)
     padded = -(-length // config.pad_multiple) * config.pad_multiple
     input_ids = np.full(padded, info.pad, dtype=np.int32)
@@ -168,8 +168,8 @@ def finish_sample(
         input_ids=input_ids,
         loss_mask=loss_mask,
         position_ids=position_ids,
-        images=images,
-        image_starts=tuple(starts[blocks.firsts].tolist()),
+        items=items,
+        item_starts=tuple(starts[blocks.firsts].tolist()),
         target_turns=target_turns,
         truncated=truncated,
         loss_weights=None if np.array_equal(loss_weights, loss_mask) else loss_weights,

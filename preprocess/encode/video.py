@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from preprocess.config import PreprocessConfig
 from preprocess.conversation import Conversation, VideoPart
-from preprocess.encode.sample import EncodedImage
+from preprocess.encode.sample import SampleItem
 from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.families.base import AspectRatioError
@@ -112,7 +112,7 @@ def plan_video(part: VideoPart, config: PreprocessConfig) -> VideoPlan:
         return _decoded(plan, config) if limits.keep_damaged else plan
 
 
-def encode_video(plan: VideoPlan, config: PreprocessConfig) -> EncodedImage:
+def encode_video(plan: VideoPlan, config: PreprocessConfig) -> SampleItem:
     """Decodes and resizes the frames of a plan.
 
     Raises:
@@ -124,7 +124,7 @@ def encode_video(plan: VideoPlan, config: PreprocessConfig) -> EncodedImage:
     patches, family = made.made, config.model_family
     assert family.video is not None
     data = plan.part.data
-    return EncodedImage(
+    return SampleItem(
         patches.rows,
         patches.shape.grid,
         plan.size,

@@ -13,27 +13,18 @@ from typing import Any, Protocol
 
 from preprocess.config import PreprocessConfig
 from preprocess.own_options import make_own
+from preprocess.registries import ENGINES
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
 from preprocess.sources.rows import Source
-from vlmdata.errors import ResourceError, SourceError, VlmdataError
+from vlmdata.errors import ResourceError, SourceError, VlmdataError, with_causes
 from vlmdata.format.schema import shard_name
 from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.machine import available_cores
-from vlmdata.registry import Registry, not_callable, problem_of, shown_name
+from vlmdata.registry import problem_of, shown_name
 from vlmdata.storage import Store
 from vlmdata.wording import with_article
 from vlmdata.workers import WorkerError
-
-#: Engines by name. To add one, add a file here with an Engine class, and a line below.
-REGISTRY = Registry[Any](
-    "engine",
-    "vlmdata.engines",
-    "--engine",
-    not_callable,
-    {"local": "preprocess.engines.local:Local", "ray": "preprocess.engines.ray:Ray"},
-    SourceError,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +183,7 @@ def errors_named(engine: Engine) -> Iterator[None]:
             raise
         shown, remedy = shown_name(module), ""
         own_file = shown != module
-        if own_file and (isinstance(error, PicklingError | BrokenExecutor) or module in str(error)):
+        if own_file and any(_is_of_sending(each, module) for each in with_causes(error)):
             remedy = (
                 " Other processes cannot import what is given as file.py:attribute, so its functions and classes "
                 f"cannot be sent to them: set PYTHONPATH to the file's folder and give --engine "
@@ -201,6 +192,13 @@ def errors_named(engine: Engine) -> Iterator[None]:
         raise SourceError(
             f"{_named(engine)}: it failed: {problem_of(error, module)}. Finished shards are kept.{remedy}"
         ) from error
+
+
+def _is_of_sending(error: BaseException, module: str) -> bool:
+    """Tells whether a function of a module could not be sent to another process, or that process died of it."""
+    if isinstance(error, ImportError):
+        return error.name == module
+    return isinstance(error, PicklingError | BrokenExecutor)
 
 
 def _unfit(engine: Engine, what: str) -> Exception:
@@ -231,7 +229,7 @@ def load_engine(name: str, options: Mapping[str, Any] | None = None) -> Engine:
     Raises:
         SourceError: If there is none, it is no engine, or the options are invalid.
     """
-    engine: Engine = make_own(REGISTRY, name, options or {}, {"watch": True})
+    engine: Engine = make_own(ENGINES, name, options or {}, {"watch": True})
     for method in ("run", "default_workers", "warm_up"):
         if not callable(found := getattr(engine, method, None)):
             but = "" if found is None else f", but {with_article(type(found).__name__)} of this name"

@@ -22,7 +22,7 @@ from uuid import uuid4
 from preprocess.config import PreprocessConfig
 from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
 from preprocess.engines.tally import Tally
-from preprocess.recipes.base import REGISTRY as RECIPES
+from preprocess.registries import RECIPES
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import fingerprints
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord

@@ -12,11 +12,12 @@ from preprocess.conversation import Conversation, Document
 from preprocess.own_options import make_own
 from preprocess.recipes.context import RecipeContext
 from preprocess.recipes.media import MediaLoader
+from preprocess.registries import RECIPES
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from vlmdata.errors import SourceError
 from vlmdata.reasons import Reason
-from vlmdata.registry import Registry, not_callable, shown_name
+from vlmdata.registry import shown_name
 from vlmdata.wording import with_article
 
 _WANTED = "a Conversation or Document"
@@ -61,20 +62,6 @@ class BuiltInRecipe(Recipe, Protocol):
         """
 
 
-#: Recipes by name. To add one, add a file or package here with a class like BuiltInRecipe, and a line below.
-REGISTRY = Registry[Any](
-    "recipe",
-    "vlmdata.recipes",
-    "--recipe",
-    not_callable,
-    {
-        "cord_v2": "preprocess.recipes.cord_v2:CordV2",
-        "chat": "preprocess.recipes.chat:Chat",
-        "text": "preprocess.recipes.text:Text",
-        "caption": "preprocess.recipes.caption:Caption",
-    },
-    SourceError,
-)
 #: What a recipe's constructor may take besides its options.
 PARTS = ("media", "context")
 
@@ -98,7 +85,7 @@ def load_recipe(
     """
     context = context or RecipeContext.of(PreprocessConfig())
     parts = {"media": media or MediaLoader(None, False), "context": context}
-    recipe: Recipe = make_own(REGISTRY, name, options or {}, parts)
+    recipe: Recipe = make_own(RECIPES, name, options or {}, parts)
     if not callable(recipe):
         raise SourceError(f"--recipe {name}: it has no method __call__(self, row), which converts a row.")
     return recipe

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from preprocess.config import PreprocessConfig
-from preprocess.recipes.base import REGISTRY, Recipe, candidates_of, load_recipe
+from preprocess.recipes.base import Recipe, candidates_of, load_recipe
 from preprocess.recipes.context import RecipeContext
 from preprocess.recipes.media import MediaLoader
+from preprocess.registries import RECIPES
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
 from preprocess.sources.rows import Source
@@ -30,11 +31,11 @@ def choose_recipe(source: Source, spec: str) -> str:
         raise SourceError(
             f"SOURCE {spec}: no recipe can be chosen, as none of the first rows can be read: {_first_fault(source)}"
         )
-    fitting = [name for name in REGISTRY if REGISTRY.find(name).fits(columns)]
+    fitting = [name for name in RECIPES if RECIPES.find(name).fits(columns)]
     if len(fitting) == 1:
         return fitting[0]
     found = f"several recipes fit ({', '.join(fitting)})" if fitting else "no built-in recipe fits"
-    needs = "; ".join(f"{name} needs {REGISTRY.find(name).needs}" for name in fitting or REGISTRY)
+    needs = "; ".join(f"{name} needs {RECIPES.find(name).needs}" for name in fitting or RECIPES)
     own = "" if fitting else "; or write one of your own and give it as module:attribute"
     raise SourceError(
         f"SOURCE {spec}: {found} its columns, {', '.join(columns)}. Choose one with --recipe: {needs}{own}."
@@ -67,7 +68,7 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
         SourceError: If later rows have the same columns, so that none can succeed.
     """
     name = config.recipe
-    fits, columns = getattr(REGISTRY.find(name), "fits", None), columns_of(source)
+    fits, columns = getattr(RECIPES.find(name), "fits", None), columns_of(source)
     if fits is None or not columns or fits(columns):
         return None
     recipe, rejections = recipe_for(source, config), []
@@ -82,7 +83,7 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
             return None
         rejections.append(f"row {row.number}: {made[0]}")
     why = (
-        f"--recipe {name} needs {REGISTRY.find(name).needs}; SOURCE {spec} has the columns {', '.join(columns)}. "
+        f"--recipe {name} needs {RECIPES.find(name).needs}; SOURCE {spec} has the columns {', '.join(columns)}. "
         f"It rejects the first {counted(len(rejections), 'row')}: {rejections[0]}"
     )
     if source.rows.columns() is not None or source.num_rows <= _READ_ROWS:
@@ -98,11 +99,11 @@ def first_rows(sources: Iterable[Source]) -> str:
 
 def other_form(name: str, source: Source, row: Row) -> str:
     """Says for a rejection that a row of a source whose rows differ is meant for another recipe; empty if it is not."""
-    fits = getattr(REGISTRY.find(name), "fits", None)
+    fits = getattr(RECIPES.find(name), "fits", None)
     if fits is None or source.rows.columns() is not None:
         return ""
     columns = tuple(key for key, value in row.values.items() if value is not None)
-    others = [other for other in REGISTRY if REGISTRY.find(other).fits(columns)]
+    others = [other for other in RECIPES if RECIPES.find(other).fits(columns)]
     if not others or fits(columns):
         return ""
     return (

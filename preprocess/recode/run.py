@@ -13,12 +13,18 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from preprocess.config import VideoConfig
 from preprocess.engines.base import system_message
 from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
 from preprocess.run.claim import directory_claim
 from preprocess.run.closing import merged_index
 from preprocess.run.directory import clear_place, is_ours, prepare_place, read_manifest, resource_errors, tidied
-from preprocess.shards.fingerprints import as_recorded, codec_fingerprints, tokenizer_identity
+from preprocess.shards.fingerprints import (
+    as_recorded,
+    codec_fingerprints,
+    tokenizer_identity,
+    video_codec_fingerprints,
+)
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, canonical_hash, differences
@@ -27,6 +33,7 @@ from vlmdata.format.schema import (
     IMAGE_FILES_NAME,
     INDEX_NAME,
     JOINED,
+    KIND_FEATURES,
     LEDGER_NAME,
     MANIFEST_NAME,
     PROGRESS_DIR,
@@ -36,7 +43,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.locations import is_url, place_of
-from vlmdata.media.codecs import RAW, REGISTRY, codec, libraries_of
+from vlmdata.media.codecs import RAW, REGISTRY, VIDEO, codec, libraries_of
 from vlmdata.storage import Lock, Store, open_store
 from vlmdata.storage.folder import Folder
 from vlmdata.storage.join_checks import small_file_problems
@@ -65,6 +72,7 @@ def recode_dataset(
     location: str | PathLike[str],
     out: Store | str | PathLike[str],
     pixels: str | None,
+    video_pixels: str | None = None,
     *,
     workers: int = 1,
     overwrite: bool = False,
@@ -80,6 +88,8 @@ def recode_dataset(
         location: The finished dataset: a folder, or an fsspec URL.
         out: Destination of the copy: a folder, created if absent, or the URL of a folder in an object store.
         pixels: Name of the codec; None keeps the stored bytes and only brings the dataset up to the current format.
+        video_pixels: Name of the codec of videos; None is as in preprocessing: that of images, or ``zstd`` if it is
+            ``raw``. Given without ``pixels``, images keep their codec.
         workers: Number of processes; the result does not depend on it.
         overwrite: Whether to remove an existing dataset.
         started: Called once with the number of shards and the number already finished.
@@ -93,12 +103,16 @@ def recode_dataset(
         ResourceError: If ``out`` is full or not writable, another run is using it, or workers keep dying.
     """
     old, store = OldDataset.open(location), open_store(out) if isinstance(out, str | PathLike) else out
+    if pixels is None and video_pixels is not None:
+        pixels = old.only_codec()
     name = None if pixels is None else REGISTRY.find(pixels).name
-    if old.codecs == (name,) and old.manifest.schema_version != SCHEMA_VERSION:
-        pixels = name = None
-    _require_change(old, store, name)
-    was, config = " and ".join(old.codecs), _config(old.manifest.config, name)
-    work = RecodeWork(old.manifest, old.directory / INDEX_NAME, old.shards, pixels, store)
+    videos = None if pixels is None else VideoConfig(pixels=video_pixels).codec(REGISTRY.find(pixels)).name
+    if old.has_codecs(name, videos) and old.manifest.schema_version != SCHEMA_VERSION:
+        pixels = name = videos = None
+    _require_change(old, store, name, videos)
+    was, config = " and ".join(old.codecs), _config(old.manifest.config, name, videos)
+    given = None if videos is None else video_pixels or videos
+    work = RecodeWork(old.manifest, old.directory / INDEX_NAME, old.shards, pixels, given, store)
     with resource_errors(store, "cannot be written"):
         prepare_place(store)
     claim = directory_claim(store, _COMMAND)
@@ -126,15 +140,17 @@ def recode_dataset(
         return RecodeResult(old.manifest, was, manifest, made=len(missing), kept=kept)
 
 
-def _require_change(old: OldDataset, store: Store, pixels: str | None) -> None:
+def _require_change(old: OldDataset, store: Store, pixels: str | None, videos: str | None) -> None:
     if pixels is None:
         if old.manifest.schema_version == SCHEMA_VERSION:
             raise UsageError(
                 f"{old.name}: already has the format {SCHEMA_VERSION}; give the codec of the copy as --pixels"
             )
-    elif old.codecs == (pixels,):
+    elif old.has_codecs(pixels, videos):
         others = ", ".join(name for name in REGISTRY if name != pixels and not codec(name).needs_file)
-        raise UsageError(f"{old.name}: already stores its images with {pixels}; give another --pixels ({others})")
+        stored = f"its images with {pixels}" + (f" and its videos with {videos}" if old.video_codecs else "")
+        option = "--pixels or --video-pixels" if old.video_codecs else "--pixels"
+        raise UsageError(f"{old.name}: already stores {stored}; give another {option} ({others})")
     elif codec(pixels).needs_file:
         remedy = f"Run its `vlmdata preprocess` command with --pixels {pixels} and another --out."
         if JOINED in old.manifest.config:
@@ -144,21 +160,29 @@ def _require_change(old: OldDataset, store: Store, pixels: str | None) -> None:
             )
         raise UsageError(f"--pixels {pixels}: it stores the original files, which the dataset does not have. {remedy}")
     else:
-        libraries_of(codec(pixels))  # raises an error if the codec's package is not installed
+        assert videos is not None
+        for name in (pixels, videos):
+            libraries_of(codec(name))  # raises an error if the codec's package is not installed
+        if codec(videos).needs_file:
+            raise UsageError(f"--video-pixels {videos}: it stores files of images. Choose another codec for videos.")
     local = not (is_url(old.name) or is_url(str(store)))
     if old.name == str(store) or (local and Path(old.name).resolve() == Path(str(store)).resolve()):
         raise UsageError(f"--out {store}: is the dataset to read; give another folder")
 
 
-def _config(config: Mapping[str, Any], pixels: str | None) -> dict[str, Any]:
-    """Returns the configuration of the copy: the old one, and those of joined datasets, with codec and libraries."""
+def _config(config: Mapping[str, Any], pixels: str | None, videos: str | None) -> dict[str, Any]:
+    """Returns the configuration of the copy: the old one, and those of joined datasets, with codecs and libraries."""
     changed = dict(config)
-    if pixels is not None:
+    if pixels is not None and videos is not None:
         kept = {name: found for name, found in config["fingerprints"].items() if name not in CODEC_FINGERPRINTS}
         changed["options"] = {**config["options"], "pixels": pixels}
         changed["fingerprints"] = kept | codec_fingerprints(pixels)
+        if "video" in config["options"]:
+            changed["options"]["video"] = {**config["options"]["video"], "pixels": videos}
+        if "video_decoders" in kept:
+            changed["fingerprints"] |= video_codec_fingerprints(pixels, videos)
     if JOINED in config:
-        changed[JOINED] = [_config(each, pixels) for each in config[JOINED]]
+        changed[JOINED] = [_config(each, pixels, videos) for each in config[JOINED]]
     return changed
 
 
@@ -321,14 +345,43 @@ class OldDataset:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Names of the codecs that it was made with: one, or several if datasets of different codecs were joined."""
-        return tuple(dict.fromkeys(_codecs(self.manifest.config)))
+        """Names of the codecs that it was made with, of images first; several also if datasets were joined."""
+        return tuple(dict.fromkeys([*self.image_codecs, *self.video_codecs]))
+
+    @property
+    def image_codecs(self) -> tuple[str, ...]:
+        """Names of the codecs of images."""
+        return tuple(dict.fromkeys(str(each.get("pixels", RAW)) for each in _options(self.manifest.config)))
+
+    @property
+    def video_codecs(self) -> tuple[str, ...]:
+        """Names of the codecs of videos; empty if it has none."""
+        if KIND_FEATURES[VIDEO] not in self.manifest.features:
+            return ()
+        found = [each["video"]["pixels"] for each in _options(self.manifest.config) if each.get("video")]
+        return tuple(dict.fromkeys(found))
+
+    def has_codecs(self, images: str | None, videos: str | None) -> bool:
+        """Whether all images and all videos are stored with these."""
+        return self.image_codecs == (images,) and self.video_codecs in ((), (videos,))
+
+    def only_codec(self) -> str:
+        """Returns the codec of images.
+
+        Raises:
+            UsageError: If there are several.
+        """
+        if len(self.image_codecs) > 1:
+            names = " and ".join(self.image_codecs)
+            raise UsageError(f"{self.name}: stores its images with {names}; give the codec of the copy as --pixels")
+        return self.image_codecs[0]
 
 
-def _codecs(config: Mapping[str, Any]) -> Iterator[str]:
+def _options(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the options that a dataset was made with, or those of all that were joined."""
     if JOINED in config:
         for each in config[JOINED]:
-            yield from _codecs(each)
+            yield from _options(each)
     else:
         options = config.get("options")
-        yield str(options.get("pixels", RAW)) if isinstance(options, Mapping) else RAW
+        yield options if isinstance(options, Mapping) else {}

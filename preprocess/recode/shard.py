@@ -40,6 +40,7 @@ class RecodeWork:
     index: Path  # its index, a local file
     shards: DatasetShards  # access to its shards
     pixels: str | None  # name of the new codec; None keeps the shards as they are, for the index of the current format
+    video_pixels: str | None  # name of the codec of videos; None as above
     store: Store  # destination of new shards and their records
 
     @property
@@ -68,12 +69,14 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
         info = old
         _copy_shard(number, work)
     else:
-        reader, codec = _SampleReader(number, work), REGISTRY.find(work.pixels).name
+        assert work.video_pixels is not None
+        reader = _SampleReader(number, work)
+        codecs = {IMAGE: REGISTRY.find(work.pixels).name, VIDEO: REGISTRY.find(work.video_pixels).name}
         try:
             with store.writing(old.name) as file, ShardWriter(file) as writer:
                 items = _Items()
                 for i, row in enumerate(rows):
-                    rows[i], items = _recode_sample(row, reader, work, codec, writer, items)
+                    rows[i], items = _recode_sample(row, reader, work, codecs, writer, items)
                 size, digest = writer.close()
         finally:
             reader.close()
@@ -106,11 +109,17 @@ def _copy_shard(number: int, work: RecodeWork) -> None:
 
 
 def _recode_sample(
-    row: IndexRow, reader: _SampleReader, work: RecodeWork, pixels: str, writer: ShardWriter, known: _Items
+    row: IndexRow,
+    reader: _SampleReader,
+    work: RecodeWork,
+    codecs: Mapping[str, str],
+    writer: ShardWriter,
+    known: _Items,
 ) -> tuple[IndexRow, _Items]:
     """Copies a sample. Returns the new index row, and the sample's items.
 
-    ``known`` are the items of the sample before it: turns of a conversation share theirs.
+    ``codecs`` has the codec of each kind. ``known`` are the items of the sample before it: turns of a conversation
+    share theirs.
     """
     sample = reader.read(row)
     metadata = sample.metadata
@@ -118,7 +127,7 @@ def _recode_sample(
     pieces: dict[str, list[npt.NDArray[Any]]] = {name: [array] for name, array in sample.tokens.items()}
     items: _Items = {}
     images = all(item.shape.kind == IMAGE for item in row.items)
-    if (pixels == RAW and images and not work.shares_images) or not row.items:
+    if (codecs[IMAGE] == RAW and images and not work.shares_images) or not row.items:
         empty = np.zeros((0, work.manifest.model_family.patch_bytes), np.uint8)
         pieces["patches"] = list(reader.patches(row, sample)) or [empty]
     else:
@@ -126,8 +135,9 @@ def _recode_sample(
         for number, item in enumerate(row.items):
             if (stored := known.get((item.offset, item.shape))) is None:
                 what, patches = f"key {row.key}, {item.shape.kind} {number}", reader.item(row, sample, number)
-                payload = _encoded(pixels, Item(patches, item.shape, family), what)
-                stored = EncodedItem(payload, item.shape, pixels, item.pixel_checksum)
+                name = codecs[item.shape.kind]
+                payload = _encoded(name, Item(patches, item.shape, family), what)
+                stored = EncodedItem(payload, item.shape, name, item.pixel_checksum)
             items[item.offset, item.shape] = stored
     # In a joined dataset the index counts rows on, and the shard keeps its own keys.
     in_order = [items[item.offset, item.shape] for item in row.items] if items else []

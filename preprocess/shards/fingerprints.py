@@ -16,7 +16,7 @@ from typing import Any
 
 from preprocess.config import PreprocessConfig, VideoConfig
 from preprocess.own_options import make_options
-from preprocess.recipes.base import REGISTRY as RECIPES
+from preprocess.registries import RECIPES
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families import family
 from vlmdata.format.manifest import differences
@@ -35,8 +35,11 @@ _FAMILY_SOURCE, _CODEC, _CODEC_SOURCE = "family_source", "codec", "codec_source"
 #: Versions of the decoder of videos, and the options of videos. Manifests of datasets without videos lack the former,
 #: and the latter if they are the defaults.
 _VIDEO_DECODERS, _VIDEO_OPTIONS = "video_decoders", "video"
+_VIDEO_CODEC, _VIDEO_CODEC_SOURCE = "video_codec", "video_codec_source"
+#: Fingerprints of runs with videos alone.
+_OF_VIDEOS = frozenset({_VIDEO_DECODERS, _VIDEO_CODEC, _VIDEO_CODEC_SOURCE})
 #: Fingerprints that earlier versions did not record, or that not every dataset needs.
-_LATER = (_FAMILY_SOURCE, _CODEC_SOURCE, _VIDEO_DECODERS)
+_LATER = (_FAMILY_SOURCE, _CODEC_SOURCE, _VIDEO_DECODERS, _VIDEO_CODEC, _VIDEO_CODEC_SOURCE)
 _TOUCHED = (
     "(source files were touched since the run began; whether their bytes changed is known only of runs that began with "
     "--hash-source. Copies that keep the times, as cp -p and rsync -t make them, do.)"
@@ -48,6 +51,7 @@ _REMEDIES = (
     ("config.fingerprints.recipe", "restore the recipe's code"),
     ("config.fingerprints.family_source", "restore the code of the family's rules"),
     ("config.fingerprints.codec_source", "restore the codec's code"),
+    ("config.fingerprints.video_codec_source", "restore the code of the videos' codec"),
     ("config.fingerprints.tokenizer", "restore the tokenizer's files"),
     ("config.fingerprints.chat_template", "restore the tokenizer's files"),
     ("tokenizer", "restore the tokenizer's files"),
@@ -83,6 +87,7 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
         "libraries": {name: version(name) for name in _LIBRARIES},
         "decoders": decoder_versions(),
         **({} if made.video is None else {_VIDEO_DECODERS: video_versions()}),
+        **({} if made.video is None else video_codec_fingerprints(config.pixels, config.video_codec.name)),
     } | codec_fingerprints(config.pixels)
 
 
@@ -96,6 +101,14 @@ def codec_fingerprints(name: str) -> dict[str, Any]:
     made = CODECS.find(name)
     libraries = libraries_of(made)
     return ({_CODEC: libraries} if libraries else {}) | {_CODEC_SOURCE: source_fingerprint(CODECS.target(name), made)}
+
+
+def video_codec_fingerprints(pixels: str, videos: str) -> dict[str, Any]:
+    """Returns the same of the codec of videos; empty if it is that of images, whose fingerprints are enough."""
+    if CODECS.find(pixels).name == videos:
+        return {}
+    names = {_CODEC: _VIDEO_CODEC, _CODEC_SOURCE: _VIDEO_CODEC_SOURCE}
+    return {names[name]: found for name, found in codec_fingerprints(videos).items()}
 
 
 def run_identity(
@@ -145,18 +158,21 @@ def as_recorded(config: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
 def of_samples(config: Mapping[str, Any], features: Collection[str]) -> dict[str, Any]:
     """Returns the ``config`` of a run as the manifest of a dataset with these features records it.
 
-    Without videos, their decoder is left out, and their options if they are the defaults: a run that needs none makes
-    the same manifest with every decoder.
+    Without videos, their decoder and codec are left out, and their options if they are the defaults: a run that needs
+    none makes the same manifest with every decoder.
     """
     if KIND_FEATURES[VIDEO] in features:
         return dict(config)
-    kept = {name: value for name, value in config["fingerprints"].items() if name != _VIDEO_DECODERS}
+    kept = {name: value for name, value in config["fingerprints"].items() if name not in _OF_VIDEOS}
     return _without_default_videos({**config, "fingerprints": kept})
 
 
 def _without_default_videos(config: dict[str, Any]) -> dict[str, Any]:
     options = config.get("options", {})
-    if _VIDEO_OPTIONS not in options or options[_VIDEO_OPTIONS] != VideoConfig().to_json(family(options["family"])):
+    if _VIDEO_OPTIONS not in options:
+        return config
+    default = VideoConfig().to_json(family(options["family"]), CODECS.named(options["pixels"]))
+    if options[_VIDEO_OPTIONS] != default:
         return config
     return {**config, "options": {name: value for name, value in options.items() if name != _VIDEO_OPTIONS}}
 

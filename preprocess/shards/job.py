@@ -228,7 +228,7 @@ def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardCont
                 rejections.append(Rejection(number, error.reason, error.message, place.sample))
                 continue
             # The samples of a conversation's turns share its images: a file counts once.
-            file_bytes += sum(len(image.file) for image in outcome.images if image not in known and not image.view)
+            file_bytes += sum(len(item.file) for item in outcome.items if item not in known and not item.view)
             samples.append(write_sample(outcome, items, number, place, shard, writer))
             count_turns(turns, outcome)
     return RowOutcome(tuple(samples), tuple(rejections), files, file_bytes, unused, unknown, turns)

@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from preprocess.config import PreprocessConfig, TrainTurns
-from preprocess.encode import EncodedImage, EncodedSample
+from preprocess.encode import EncodedSample, SampleItem
 from preprocess.reject import RowRejected
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.format.index_row import IndexRow
@@ -59,7 +59,7 @@ def write_sample(
         "target_turns": encoded.target_turns,
         "truncated": encoded.truncated,
         "image_grid_thw": encoded.image_grid_thw.tolist(),
-        "images": [dict(image.origin) for image in encoded.images],
+        "images": [dict(item.origin) for item in encoded.items],
     }
     if encoded.video_grid_thw is not None:
         metadata["video_grid_thw"] = encoded.video_grid_thw.tolist()
@@ -74,9 +74,7 @@ def write_sample(
     pieces = _pieces(encoded)
     if items:
         del pieces["patches"]
-    placement: Placement = writer.add(
-        key, metadata, pieces, [items[image] for image in encoded.images] if items else []
-    )
+    placement: Placement = writer.add(key, metadata, pieces, [items[item] for item in encoded.items] if items else [])
     return IndexRow(
         key=key,
         source_row=row,
@@ -87,7 +85,7 @@ def write_sample(
         num_targets=targets,
         target_turns=encoded.target_turns,
         truncated=encoded.truncated,
-        item_starts=encoded.image_starts,
+        item_starts=encoded.item_starts,
     )
 
 
@@ -115,11 +113,11 @@ def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
 
 
 #: The images and videos of a sample, each distinct one once, as they are stored.
-type Items = Mapping[EncodedImage, EncodedItem]
+type Items = Mapping[SampleItem, EncodedItem]
 
 
 def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, known: Items) -> Items:
-    """Encodes the items of a sample with the run's codec; empty if they are plain images of the sample alone.
+    """Encodes the items of a sample with the run's codecs; empty if they are plain images of the sample alone.
 
     Args:
         encoded: The sample.
@@ -128,19 +126,20 @@ def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, kn
         known: Items that are encoded already. The samples of a conversation's turns share theirs.
 
     Raises:
-        RowRejected: If the codec does not store one of them.
+        RowRejected: If their codec does not store one of them.
         UsageError: If the codec fails.
     """
-    plain = config.codec.name == RAW and all(image.kind == IMAGE for image in encoded.images)
+    plain = config.codec.name == RAW and all(item.kind == IMAGE for item in encoded.items)
     if plain and config.train_turns is not TrainTurns.EACH:
         return {}
-    made: dict[EncodedImage, EncodedItem] = {}
-    for number, image in enumerate(encoded.images):
-        if image not in made:  # references to one file are one object
-            file = image.file if image.whole and image.kind == IMAGE else None
-            item = Item(image.patches, image.shape, config.model_family, file)
-            place = f"{image.kind}s[{sum(each.kind == image.kind for each in encoded.images[:number])}]"
-            made[image] = known.get(image) or _encoded(config.codec.name, item, f"key {key}, {place}", place)
+    made: dict[SampleItem, EncodedItem] = {}
+    for number, item in enumerate(encoded.items):
+        if item not in made:  # references to one file are one object
+            file = item.file if item.whole and item.kind == IMAGE else None
+            given = Item(item.patches, item.shape, config.model_family, file)
+            place = f"{item.kind}s[{sum(each.kind == item.kind for each in encoded.items[:number])}]"
+            codec = config.codec if item.kind == IMAGE else config.video_codec
+            made[item] = known.get(item) or _encoded(codec.name, given, f"key {key}, {place}", place)
     return made
 
 

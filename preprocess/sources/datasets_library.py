@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,8 @@ from preprocess.sources.identity import identify, mark_of
 from preprocess.sources.kinds import choose_split
 from preprocess.sources.rows import Source
 from preprocess.sources.tables import decode_json
-from vlmdata.errors import SourceError
+from vlmdata.errors import SourceError, with_causes
 from vlmdata.format.manifest import canonical_hash
-
-#: Errors of ``datasets`` for an empty file.
-_NO_ROWS = ("SchemaInferenceError", "corresponds to no data")
-#: Words in errors of a network that does not respond.
-_NETWORK = ("connect", "offline", "resolv", "timed out", "timeout", "network", "unreachable", "proxy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +135,22 @@ def _one_line(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if any(sign in repr(_root(error)) for sign in _NO_ROWS):
+        if _is_of_no_rows(_root(error)):
             raise SourceError(f"{what}: it has no rows") from error
         raise SourceError(f"{what}: cannot be read through `datasets`: {reason_of(error)}") from error
+
+
+def _is_of_no_rows(error: BaseException) -> bool:
+    """Tells whether ``datasets`` found no rows.
+
+    For a file with columns and no rows, it raises a plain ValueError, so only the text tells. A changed text would give
+    the message of ``datasets`` in place of ours.
+    """
+    from datasets.arrow_writer import SchemaInferenceError
+
+    return isinstance(error, SchemaInferenceError) or (
+        isinstance(error, ValueError) and "corresponds to no data" in str(error)
+    )
 
 
 def _cache_for(identity: Mapping[str, Any]) -> str:
@@ -162,6 +171,15 @@ def reason_of(error: BaseException) -> str:
     root = _root(error)
     lines = str(root).strip().splitlines()
     return f"{type(root).__name__}: {lines[0] if lines else 'no details'}"
+
+
+def _is_of_network(error: BaseException) -> bool:
+    """Tells whether the network does not respond, or is forbidden: ``OfflineModeIsEnabled`` is a ConnectionError."""
+    import httpx  # of huggingface_hub
+    import requests  # of fsspec's and older parts of it
+
+    kinds = (ConnectionError, TimeoutError, socket.gaierror, httpx.TransportError)
+    return isinstance(error, (*kinds, requests.ConnectionError, requests.Timeout))
 
 
 @dataclass(frozen=True)
@@ -224,13 +242,7 @@ def _hub_errors(what: str) -> Iterator[None]:
 
 
 def _problem(error: Exception) -> str:
-    chain: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        chain.append(f"{type(cause).__name__} {cause}")
-        cause = cause.__cause__ or cause.__context__
-    text = " ".join(chain).lower()
-    if any(word in text for word in _NETWORK):
+    if any(_is_of_network(each) for each in with_causes(error)):
         return (
             "not a local path, and the Hugging Face hub cannot be reached (no network, or HF_HUB_OFFLINE is set). "
             "Connect, or download the dataset elsewhere and give its folder."

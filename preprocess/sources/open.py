@@ -46,7 +46,7 @@ _RECORDS = (Kind.JSON_LINES, Kind.DELIMITED, Kind.TAR)
 def open_source(
     spec: str,
     *,
-    layout: str = "cord_v2",
+    recipe: str = "cord_v2",
     split: str | None = None,
     config_name: str | None = None,
     revision: str | None = None,
@@ -59,7 +59,7 @@ def open_source(
 
     ``spec`` is ``demo``, a path (file, folder, glob, or ``save_to_disk`` folder), a URL of a file, pattern or folder,
     or a hub dataset id, with a configuration (subset) and a revision (branch, tag or commit). The default split is
-    ``train``, or the only one. Rows of the demo have the ``layout`` of a recipe, and ``drawn`` is called with the
+    ``train``, or the only one. Rows of the demo are those of ``recipe``, and ``drawn`` is called with the
     number drawn so far. ``limit`` is a number of first rows. With ``hash_source``, all files are identified by their
     bytes. Image paths are relative to ``image_root``, a folder or URL, by default the source's folder.
 
@@ -69,7 +69,7 @@ def open_source(
     if limit is not None and limit < 1:
         raise SourceError(f"--limit {limit}: it must be at least 1")
     if spec == DEMO:
-        source = _demo(layout, limit or DEMO_ROWS, drawn)
+        source = _demo(recipe, limit or DEMO_ROWS, drawn)
     elif is_url(spec):
         source = _remote(spec, split, hash_source)
     elif (path := Path(spec)).exists() or glob.has_magic(spec):
@@ -84,15 +84,15 @@ def open_source(
     return dataclasses.replace(source, numbers=numbers, identity={**source.identity, "rows": len(numbers)})
 
 
-def _demo(layout: str, rows: int, on_row: Callable[[int], None] | None) -> Source:
+def _demo(recipe: str, rows: int, on_row: Callable[[int], None] | None) -> Source:
     from preprocess.demo import DEMO_VERSION, ensure_demo_dataset
 
-    if layout not in ("cord_v2", "chat"):
-        raise SourceError(f"SOURCE demo: it has rows for the recipes cord_v2 and chat, not for {layout}")
-    directory = ensure_demo_dataset(layout, rows, progress=on_row)  # type: ignore[arg-type]
+    if recipe not in ("cord_v2", "chat"):
+        raise SourceError(f"SOURCE demo: it has rows for the recipes cord_v2 and chat, not for {recipe}")
+    directory = ensure_demo_dataset(recipe, rows, progress=on_row)  # type: ignore[arg-type]
     # The drawn rows are identified by content, not by the cache folder.
     drawn = _local(directory, "train", None, hash_source=True)
-    identity = {"kind": "demo", "layout": layout, "version": DEMO_VERSION, "files": drawn.identity["files"]}
+    identity = {"kind": "demo", "layout": recipe, "version": DEMO_VERSION, "files": drawn.identity["files"]}
     return dataclasses.replace(drawn, identity=identity, image_root=None)
 
 

@@ -155,7 +155,9 @@ def _add_sample(
     weights = {"loss_weights": [(mask * random.uniform(0.5, 3, padded)).astype(np.float32)]} if weighted else {}
     placement = writer.add(
         sample_key(row),
-        {},
+        {"images": [{"kind": kind, "seconds_per_patch": SECONDS_PER_PATCH} for kind in kinds]}
+        if VIDEO in kinds
+        else {},
         {
             "input_ids": [np.pad(ids, (0, padded - length), constant_values=PAD).astype(np.int32)],
             "loss_mask": [mask],

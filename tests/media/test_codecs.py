@@ -127,6 +127,10 @@ def items(draw: st.DrawFn) -> Item:
     shape = (channels, frames * copies * rows * made.factor, columns * made.factor)
     steps = random.integers(0, draw(st.sampled_from([1, 2, 256])), shape, np.uint8)
     picture = np.add.accumulate(steps, axis=1, dtype=np.uint8) if draw(st.booleans()) else steps
+    if draw(st.booleans()):  # a still: all frames are the first, but for the last row
+        still = np.tile(picture[:, : shape[1] // (frames * copies)], (1, frames * copies, 1))
+        still[:, -1] = picture[:, -1]
+        picture = still
     patches = made.patchify(np.broadcast_to(picture, (3, *shape[1:])))
     if copies > 1:  # the copies of a patch are adjacent
         patches = patches.reshape(frames, copies, -1, made.patch_bytes).swapaxes(1, 2).reshape(patches.shape)

@@ -268,7 +268,10 @@ class TestHostile:
     def test_zstd(self, flags: int) -> None:
         bomb = pa.compress(bytes(10**8), codec="zstd", asbytes=True)
         self.refused("zstd", bytes([flags]) + bomb, "Destination buffer is too small")
-        self.refused("zstd", b"\x04" + bomb, "its flags are 0x4")
+        self.refused("zstd", b"\x08" + bomb, "its flags are 0x8")
+        self.refused("zstd", b"\x04\x00" + bomb, "Destination buffer is too small")
+        for told in (b"\x01", b"\x02", b""):  # the first frame, one more than the item has, none
+            self.refused("zstd", b"\x04" + told, "it tells changes of other frames than the 1 of the item")
 
     def test_jxl(self) -> None:
         import imagecodecs

@@ -66,7 +66,7 @@ def make_pair(one_process: None) -> Callable[..., Pair]:
     """Makes pairs; settings are those of :class:`ModelSettings`."""
     from model.families import spec_of
     from model.network.settings import ModelSettings
-    from model.weights.mapping import load_from_hf
+    from model.weight_names.table import load_from_hf
 
     def make(*, family: str = "qwen3_5", moe: bool = False, tied: bool = False, mtp: int = 0, **settings: Any) -> Pair:
         own = {"mtp": mtp} if family == "qwen3_5" else {}

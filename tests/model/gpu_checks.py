@@ -40,7 +40,7 @@ from model.network.megatron_config import vision_config
 from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.vision_attention import FlashAttention
 from model.parallel import groups
-from model.weights.mapping import canonical_names, load_from_hf
+from model.weight_names.table import canonical_names, load_from_hf
 from tests.model.gpu_gradients import small_gradients, sums_optimizer
 from tests.model.gpu_kernels import KERNELS
 from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, relative, weights_of

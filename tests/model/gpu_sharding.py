@@ -55,7 +55,7 @@ from model.training.settings.config import TrainConfig
 from model.training.settings.config_loading import load_config
 from model.training.settings.model_settings import settings_of
 from model.training.step import Stepper, StepResult
-from model.weights.mapping import load_from_hf
+from model.weight_names.table import load_from_hf
 from tests.model.helpers import IMAGE, make_sample, pack, small_architecture, weights_of
 from vlmdata.batch import PackedBatch
 

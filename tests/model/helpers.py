@@ -97,7 +97,7 @@ def unsharded(entry: Any, parts: list[torch.Tensor]) -> torch.Tensor:
 
 def weights_of(architecture: Any, **options: Any) -> dict[str, torch.Tensor]:
     """:func:`random_weights` for all tensors of a model; options are those of its name table."""
-    from model.weights.mapping import hf_names
+    from model.weight_names.table import hf_names
 
     shapes = hf_names(spec_of(architecture).parameter_maps(architecture, **options))
     return random_weights(shapes, plain_norms=architecture.family == "qwen3_vl")

@@ -115,7 +115,7 @@ def build(case: Case, data: Path) -> Any:
 
     from model.families import spec_of
     from model.network.settings import vocabulary_rows
-    from model.weights.mapping import load_from_hf
+    from model.weight_names.table import load_from_hf
 
     architecture, settings = architecture_of(case, data), settings_of(case)
     spec = spec_of(architecture)
@@ -181,7 +181,7 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
     from model.training.optimizer.learner import TargetWeights, finalize_gradients
     from model.training.optimizer.sharded_model import ShardedModel
     from model.training.optimizer.small_gradients import GradientBuffers
-    from model.weights.mapping import canonical_names
+    from model.weight_names.table import canonical_names
 
     model = build(case, data)
     weights = TargetWeights()

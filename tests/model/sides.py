@@ -87,7 +87,7 @@ def side_step(case: SideCase, data: Path) -> StepOutcome:
     from model.training.optimizer.small_gradients import GradientBuffers
     from model.training.settings.config_loading import load_config
     from model.training.vision_side import VisionSide
-    from model.weights.mapping import canonical_names
+    from model.weight_names.table import canonical_names
 
     sides = separation()
     assert sides is not None
@@ -162,7 +162,7 @@ def _build(case: SideCase, data: Path, tower: bool) -> Any:
     from model.families import spec_of
     from model.network.settings import ModelSettings, vocabulary_rows
     from model.network.vision_model import build_vision_model
-    from model.weights.mapping import load_from_hf
+    from model.weight_names.table import load_from_hf
 
     sizes = {f"{name}_parallel": size for name, size in case.alone.groups.items()}
     vision = case.groups.get("vision_tensor", 1)

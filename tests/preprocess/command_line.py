@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.forked import Forked
+
 SCRIPT = Path(sys.executable).with_name("vlmdata")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from vlmdata.cli.main import main; main()"]
 
@@ -42,8 +44,15 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", **more}
 
 
-def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
-    """Starts the command in a process group of its own, its outputs in pipes unless told otherwise."""
+def start(*arguments: Any, anew: bool = False, **options: Any) -> subprocess.Popen[str]:
+    """Starts the command in a process group of its own, its outputs in pipes unless told otherwise.
+
+    Args:
+        arguments: Of the command.
+        anew: Whether a new interpreter runs the script, for a test of its start: 8 s of CPU time. Otherwise the
+            process is forked from one that has the command's libraries.
+        options: Of :class:`subprocess.Popen`.
+    """
     options = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE,
@@ -52,7 +61,9 @@ def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
         "env": environment(),
         **options,
     }
-    return subprocess.Popen([*COMMAND, *map(str, arguments)], text=True, **options)
+    if anew:
+        return subprocess.Popen([*COMMAND, *map(str, arguments)], text=True, **options)
+    return Forked("vlmdata.cli.main:main", [COMMAND[0], *map(str, arguments)], text=True, **options)
 
 
 def run(*arguments: Any, timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:

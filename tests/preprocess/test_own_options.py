@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from preprocess.conversation import Conversation, Message, TextPart
 from preprocess.own_options import NoOptions, declared_options, make_options
-from preprocess.recipes.base import REGISTRY, load_recipe
+from preprocess.recipes.base import load_recipe
+from preprocess.registries import RECIPES
 from preprocess.row import Row
 from tests.preprocess.command_line import TOKENIZER, Ended
 from vlmdata.errors import SourceError
@@ -175,7 +176,7 @@ def test_a_recipe_of_ones_own_gets_its_options() -> None:
     conversation = load_recipe(OWN, {"times": "2"})(Row(0, {"answer": "Yes."}))
     assert isinstance(conversation, Conversation)
     assert conversation.messages[1].text == "Yes. Yes."
-    assert make_options(REGISTRY, OWN, {}) == Answering.Options(1)
+    assert make_options(RECIPES, OWN, {}) == Answering.Options(1)
 
 
 def test_options_that_the_constructor_does_not_take_are_reported() -> None:

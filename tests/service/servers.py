@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +17,12 @@ from typing import Any
 
 import torch
 
+from tests.forked import Forked
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.loader.state import Position
 from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.shared_memory import this_place
 
-COMMAND = [sys.executable, "-X", "faulthandler", "-c", "from vlmdata.cli.main import main; main()", "serve"]
 
 
 @dataclass
@@ -65,12 +64,23 @@ class Server:
         return self.process.returncode, log
 
 
+def serve(*arguments: str, stderr: int) -> subprocess.Popen[str]:
+    """Starts the command; its outputs are pipes."""
+    return Forked(
+        "vlmdata.cli.main:main",
+        ["vlmdata", "serve", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )
+
+
 def start(*arguments: Any) -> Server:
     """Starts a server, and waits until it answers."""
     texts = tuple(map(str, arguments))
-    process = subprocess.Popen(
-        [*COMMAND, *texts], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = serve(*texts, stderr=subprocess.PIPE)
     assert process.stdout is not None
     line = process.stdout.readline()
     found = re.search(r":(\d+)$", line.strip())

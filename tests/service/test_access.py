@@ -15,7 +15,8 @@ import trustme
 
 from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
-from vlmdata.service.client.connection import ServerLostError, _brief, more_telling
+from vlmdata.service.address import Server
+from vlmdata.service.client.connection import CertificateError, ServerLostError, lost, more_telling
 from vlmdata.service.server.access import RateLimit, TokenFile, machine_of
 from vlmdata.service.server.config import ServerConfig
 from vlmdata.service.server.server import CollationServer
@@ -192,8 +193,9 @@ def test_what_grpc_says_has_a_remedy(cause: str, remedy: str) -> None:
     said = (
         f"Flight returned unavailable error, with message: {cause}. gRPC client debug context: x. Detail: Unavailable"
     )
-    error = ServerLostError(_brief(RuntimeError(said)))
-    assert str(error).startswith(cause)
+    error = lost(Server("a", 1), RuntimeError(said))
+    assert str(error).startswith(f"server a:1: {cause}")
+    assert isinstance(error, CertificateError) == ("SSL" in cause or "certificate" in cause)
     assert "Detail" not in str(error)
     assert remedy in str(error)
     assert error.has_remedy == bool(remedy)

@@ -18,7 +18,7 @@ import pyarrow.flight as flight
 import pytest
 import trustme
 
-from tests.service.servers import COMMAND
+from tests.service.servers import serve
 from tests.service.test_access import certificate
 from vlmdata import StreamingLoader
 from vlmdata.service.server import log
@@ -112,8 +112,8 @@ def test_a_server_with_a_full_stderr_answers_refuses_and_stops(chat: Path, tmp_p
     ca.cert_pem.write_to_path(str(ca_file))
     cert, key = certificate(ca, tmp_path, "localhost")
     pipe = Pipe()
-    command = [*COMMAND, str(chat), "-j", "1", "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=pipe.writing, text=True)
+    arguments = ("-j", "1", "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key))
+    process = serve(str(chat), *arguments, stderr=pipe.writing)
     os.close(pipe.writing)
     assert process.stdout is not None
     try:

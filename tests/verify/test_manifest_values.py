@@ -71,7 +71,7 @@ def source(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def datasets(folder: Path, source: Path) -> dict[str, Path]:
     """Datasets whose manifests have every field between them."""
-    sides = hold_out(open_source(str(source), layout="chat"), 0.4, workers=1)
+    sides = hold_out(open_source(str(source), recipe="chat"), 0.4, workers=1)
     for side, rows in sides.items():
         preprocess_dataset(rows, folder / side, CONFIG)
     weighted = write_jsonl(folder / "weighted.jsonl", with_weights(mixed_rows()))

@@ -15,52 +15,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlmdata.cli.declared_options import with_declared_options
 from vlmdata.errors import ResourceError, UsageError, VlmdataError
+from vlmdata.service.server.config import ServerConfig
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
     from vlmdata.service.server.server import CollationServer
 
-_network = partial(typer.Option, rich_help_panel="Network")
-_limit = partial(typer.Option, rich_help_panel="Limits")
-_security = partial(typer.Option, rich_help_panel="Security")
 _client = partial(typer.Option, rich_help_panel="Look at a running server")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
+@with_declared_options(ServerConfig)
 def serve(
     data: Annotated[
         list[str] | None,
         typer.Argument(metavar="DATA…", help="Dataset directories or fsspec URLs, in the loader's order."),
     ] = None,
-    host: Annotated[str, _network(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, _network(help="Port; 0 means a free one.")] = 8815,
-    metrics_port: Annotated[int | None, _network(help="Port for /metrics (Prometheus) and /healthz.")] = None,
-    workers: Annotated[
-        int, _limit("--workers", "-j", help="Processes that read and decode; 0 means one per core.")
-    ] = 0,
-    memory: Annotated[str, _limit(help="Memory of all packs and plans, such as 500M or 4G.")] = "4G",
-    ahead: Annotated[int, _limit(help="Batches to make for each rank before it asks; 0 for none.")] = 2,
-    rate: Annotated[float, _limit(help="Queries a second per client machine.")] = 2000.0,
-    verify: Annotated[str, _limit(help="Checks: pixels, stored or off.")] = "pixels",
-    stall: Annotated[
-        float, _limit(help="Seconds after which a client that does not read loses its place if others wait.")
-    ] = 10.0,
-    drain: Annotated[float, _limit(help="Seconds for answers under way when the server is stopped.")] = 30.0,
-    cache_dir: Annotated[Path | None, _limit(help="Folder for shards of remote datasets.")] = None,
-    token_file: Annotated[
-        Path | None, _security(help="Valid tokens, one on each line; read again when it changes.")
-    ] = None,
-    tls_cert: Annotated[Path | None, _security(help="Certificate, PEM.")] = None,
-    tls_key: Annotated[Path | None, _security(help="Its private key, PEM.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, _security(help="Authorities whose certificates clients must present, PEM.")
-    ] = None,
-    insecure: Annotated[bool, _security("--insecure", help="Allow clear text and no token on a network.")] = False,
     status: Annotated[str | None, _client(metavar="HOST:PORT", help="Show the state of a server, and exit.")] = None,
     service_token_file: Annotated[Path | None, _client(help="With --status: file that holds the token.")] = None,
     tls_ca: Annotated[Path | None, _client(help="With --status: authorities of the server's certificate, PEM.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Log, or print the status, as JSON.")] = False,
+    **values: Any,
 ) -> None:
     """Serve packed batches to loaders: StreamingLoader("grpc://HOST:PORT", …).
 
@@ -86,26 +63,7 @@ def serve(
         from vlmdata.service.server.server import CollationServer
     except ImportError as error:  # of pyarrow.flight, which some builds of pyarrow lack
         raise UsageError(f"vlmdata serve needs a package ({error}): pip install --upgrade vlmdata pyarrow") from error
-    from vlmdata.service.server.config import ServerConfig
-
-    config = ServerConfig(
-        host=host,
-        port=port,
-        workers=workers,
-        memory=parse_bytes(memory),
-        ahead=ahead,
-        verify=verify,  # type: ignore[arg-type]
-        rate=rate,
-        token_file=token_file,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_client_ca=tls_client_ca,
-        insecure=insecure,
-        metrics_port=metrics_port,
-        stall=stall,
-        drain=drain,
-        cache_dir=cache_dir,
-    )
+    config = ServerConfig(**{**values, "memory": parse_bytes(values["memory"])})
     _log_to_stderr(as_json)
     stop = Stop()
     server = CollationServer(data, config)

@@ -36,7 +36,7 @@ from vlmdata.media.codecs import codec_feature, codecs_of
 from vlmdata.media.versions import recorded_pixel_libraries
 
 #: Fingerprints of the codec in a config: versions of its libraries, and the hash of its source code.
-CODEC_FINGERPRINTS = frozenset({"codec", "codec_source"})
+CODEC_FINGERPRINTS = frozenset({"codec", "codec_source", "video_codec", "video_codec_source"})
 # Names of the counts in ``Manifest.turns``.
 #: Assistant turns whose reasoning is in no sample, because the template left it out.
 DROPPED_REASONING = "dropped_reasoning"

@@ -155,7 +155,10 @@ def _places(input_: Input) -> set[tuple[str, int]]:
 def _rows(manifest: Manifest) -> tuple[Any, ...]:
     """What datasets of the same rows and options share under every codec."""
     config = {name: dict(value) for name, value in manifest.config.items() if isinstance(value, Mapping)}
-    config.get("options", {}).pop("pixels", None)
+    options = config.get("options", {})
+    options.pop("pixels", None)
+    if isinstance(videos := options.get("video"), Mapping):
+        options["video"] = {name: value for name, value in videos.items() if name != "pixels"}
     for name in CODEC_FINGERPRINTS:
         config.get("fingerprints", {}).pop(name, None)
     return config, dict(manifest.source), manifest.ledger_sha256, manifest.totals.samples

@@ -12,7 +12,7 @@ from functools import partial
 
 from model.families.hf_names import attention_layer, expert_of_whole, layer_maps, table
 from model.families.qwen3_5.architecture import LINEAR_ATTENTION, Qwen35Architecture, Qwen35LanguageArchitecture
-from model.weights.mapping import ParameterMap, Shape, joined, same
+from model.weight_names.table import ParameterMap, Shape, joined, same
 
 
 def parameter_maps(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from model import flops
 from model.families.base import ModelSpec, imported_when_called
+from model.families.processors import QWEN3_VL
 from model.families.qwen3_5.architecture import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
@@ -114,5 +115,6 @@ SPEC = ModelSpec[Qwen35Architecture](
     check=check,
     build=_build,
     parameter_maps=imported_when_called("model.families.qwen3_5.names", "parameter_maps"),
+    processor=QWEN3_VL,
     kernels=decoder_kernels,
 )

@@ -12,7 +12,7 @@ from functools import partial
 
 from model.families.hf_names import attention_layer, expert_of_whole, expert_shapes, table
 from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
-from model.weights.mapping import ParameterMap, Shape
+from model.weight_names.table import ParameterMap, Shape
 
 
 def parameter_maps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from model import flops
 from model.families.base import ModelSpec, imported_when_called
+from model.families.processors import QWEN3_VL
 from model.families.qwen3_vl.architecture import Qwen3VLArchitecture
 from model.families.qwen3_vl.hf_config import FORMAT, from_hf, to_hf
 from model.families.qwen3_vl.presets import PRESETS, SMALL
@@ -31,4 +32,5 @@ SPEC = ModelSpec[Qwen3VLArchitecture](
     check=check_settings,
     build=imported_when_called("model.families.qwen3_vl.build", "build_model"),
     parameter_maps=imported_when_called("model.families.qwen3_vl.names", "parameter_maps"),
+    processor=QWEN3_VL,
 )

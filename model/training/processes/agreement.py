@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from model.training.processes.failure import OtherRankError, said_by_another, say
+from model.training.processes.failure import OtherRankError, said_by_another, say, store_of_all
 from model.training.settings.config import ConfigError
 from vlmdata.errors import ResourceError, VlmdataError
 
@@ -82,7 +82,7 @@ def by_leaders(action: Callable[[], object]) -> None:
         return
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     leaders, turn = sum(gathered(leads)), decided(lambda: secrets.token_hex(8))
-    store, error = dist.distributed_c10d._get_default_store(), None
+    store, error = store_of_all(), None
     if leads:
         try:
             action()

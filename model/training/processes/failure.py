@@ -13,14 +13,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from vlmdata.errors import ResourceError, VlmdataError
 
 #: Seconds for a failed rank of several to close files and workers; then the kernel kills it.
 _CLOSING_SECONDS = 15
-#: Part of a torch.distributed message about a lost peer over gloo, which has no exception class.
-_GLOO = "gloo"
 
 
 class NotFiniteError(VlmdataError):
@@ -92,11 +90,15 @@ def said_by_another(error: Exception) -> Exception:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
+    """Tells whether a collective failed because another rank is gone or hangs.
+
+    NCCL's failures have classes. gloo raises a plain RuntimeError, whose text names its source file.
+    """
     if "torch.distributed" not in sys.modules:
         return False
     import torch.distributed as dist
 
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _is_first_to_say(error: BaseException, text: str) -> bool:
@@ -108,13 +110,19 @@ def _is_first_to_say(error: BaseException, text: str) -> bool:
     if not _in_groups():
         # A configuration error before ranks are connected occurs on all ranks, at least on those of a node.
         return os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, ResourceError)
-    import torch.distributed as dist
-
     try:
-        store = dist.distributed_c10d._get_default_store()
-        return bool(store.add(f"vlmdata/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1)
+        return bool(store_of_all().add(f"vlmdata/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1)
     except (RuntimeError, ValueError):  # the rank that holds the store has exited
         return True
+
+
+def store_of_all() -> Any:
+    """Returns the store of torch.distributed that all ranks share. Process groups must exist."""
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None
+    return world.get_group_store()
 
 
 def _in_groups() -> bool:

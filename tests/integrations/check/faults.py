@@ -7,6 +7,7 @@ put back after each call.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmdata.batch import PackedBatch
+from vlmdata.families.chat import VIDEO
 from vlmdata.integrations.attention import DECODER
 from vlmdata.integrations.transformers import packed, packed_forward, packed_inputs
 
@@ -134,6 +136,47 @@ def pixels_of_another_sample(model: Any) -> Forward:
             return inputs
         shift = int(batch.image_grid_thw[-1].prod())
         return inputs | {"pixel_values": inputs["pixel_values"].roll(shift, dims=0)}
+
+    return _with_inputs(model, change)
+
+
+def pixels_of_another_clip(model: Any) -> Forward:
+    """Patches of videos one video further; images are right."""
+
+    def change(inputs: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+        if batch.video_grid_thw is None:
+            return inputs
+        shift = int(batch.video_grid_thw[-1].prod())
+        return inputs | {"pixel_values_videos": inputs["pixel_values_videos"].roll(shift, dims=0)}
+
+    return _with_inputs(model, change)
+
+
+def frames_of_a_patch_swapped(model: Any) -> Forward:
+    """The two frames of each patch of a video in the wrong order."""
+
+    def change(inputs: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+        if batch.video_grid_thw is None:
+            return inputs
+        pixels = inputs["pixel_values_videos"]
+        patches = pixels.reshape(len(pixels), 3, batch.family.temporal_patch_size, -1)
+        return inputs | {"pixel_values_videos": patches.flip(2).reshape(pixels.shape)}
+
+    return _with_inputs(model, change)
+
+
+def positions_of_videos_without_time(model: Any) -> Forward:
+    """All temporal patches of a video have the first axis of positions of its first."""
+
+    def change(inputs: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+        positions = inputs["position_ids"].clone()
+        host, factor = batch.host, batch.family.patches_per_token
+        for start, grid in zip(host.video_starts.tolist(), host.video_grid_thw.tolist(), strict=True):
+            for number, block in enumerate(batch.family.expansion(VIDEO).blocks(tuple(grid))):
+                first = host.video_block_starts.tolist().index(start) + number
+                begin = int(host.video_block_starts[first])
+                positions[1, 0, begin : begin + math.prod(block) // factor] = positions[1, 0, start]
+        return inputs | {"position_ids": positions}
 
     return _with_inputs(model, change)
 

@@ -161,6 +161,13 @@ class TestRefused:
         other.config.save_pretrained(tmp_path / "other")
         assert "image_token_id is 7" in self.refused(tmp_path / "other")
 
+    def test_another_token_of_videos(self, random_videos: Callable[[str], Path], tmp_path: Path) -> None:
+        other = tiny_model("qwen3_5")
+        other.config.video_token_id = 8
+        other.config.save_pretrained(tmp_path / "other")
+        said = self.refused(tmp_path / "other", data=random_videos("qwen3_5"))
+        assert "video_token_id is 8, and videos of" in said
+
     def test_no_two_samples_fit(self, folders: Callable[[str], Path]) -> None:
         with pytest.raises(UsageError, match=r"a pack of 8 tokens has room for \d of .* raise --tokens"):
             check_data(VlmDataset(self.data("qwen3_5")), 8)

@@ -15,6 +15,7 @@ import torch
 
 from tests.integrations.check import faults
 from tests.integrations.tiny_models import MODELS, family_of, tiny_model
+from tests.loader.synthetic import IMAGE_TOKEN, VIDEO_TOKEN
 from vlmdata.batch import PackedBatch
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.integrations.check import Checked, Leak, Result, check, check_data
@@ -93,6 +94,60 @@ def test_a_planted_fault_is_named(
     for finding in result.findings:
         assert finding.error > 10 * finding.tolerance
         assert crosses is None or finding.crosses is crosses, finding
+
+
+@pytest.fixture(scope="session")
+def clips(random_videos: Callable[[str], Path]) -> Data:
+    """Three or four samples of 768 tokens together, some with videos, some with both."""
+
+    @cache
+    def of(model_type: str) -> CheckData:
+        return check_data(VlmDataset(random_videos(family_of(model_type))), 768)
+
+    return of
+
+
+def test_chosen_samples_have_videos_and_images(clips: Data) -> None:
+    for model_type in ("qwen3_5", "qwen2_5_vl"):
+        for pack in clips(model_type).packs:
+            counts = [[rows.count(unit) for unit in ("video", "image")] for rows in pack.rows]
+            assert sum(videos > 0 for videos, _ in counts) > 1
+            assert any(videos and images for videos, images in counts)
+            assert len(pack.seconds) == len(pack.batch.video_grid_thw)
+            batch, ids = pack.batch, pack.batch.input_ids[0]
+            placeholders = torch.isin(ids, torch.tensor([IMAGE_TOKEN, VIDEO_TOKEN]))
+            assert torch.equal(pack.vision_tokens, placeholders)
+            # As the loader makes them.
+            frames = 2 * int(batch.video_grid_thw.prod(dim=1).sum())
+            assert (len(batch.video_patches), batch.pixel_values_videos().shape[0]) == (frames, frames // 2)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl", "qwen2_5_vl"])
+def test_a_healthy_model_has_no_faults_with_videos(model_type: str, clips: Data) -> None:
+    result = checked(model_type, faults.healthy, clips)
+    assert not result.findings, result.findings
+    images = next(each for each in result.comparisons if each.part == "images")
+    assert images.places > 5
+    assert all(each.error < each.tolerance / 3 for each in result.comparisons), result.comparisons
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (faults.pixels_of_another_clip, Leak.PIXELS),
+        (faults.frames_of_a_patch_swapped, Leak.PIXELS),
+        (faults.positions_of_videos_without_time, Leak.POSITION),
+        (faults.pixels_of_another_sample, Leak.PIXELS),
+        (faults.attention_over_the_pack, Leak.ATTENTION),
+    ],
+)
+def test_a_fault_planted_in_videos_is_named(
+    fault: Callable[[Any], faults.Forward], kind: Leak, model_type: str, clips: Data
+) -> None:
+    result = checked(model_type, fault, clips, gradients=False)
+    assert [each.kind for each in result.findings] == [kind], result.findings
+    assert result.findings[0].error > 10 * result.findings[0].tolerance
 
 
 def test_bfloat16_is_compared_with_its_own_error(data: Data) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.families import presets, spec_of
-from model.weights.mapping import ParameterMap, hf_names
+from model.weight_names.table import ParameterMap, hf_names
 from tests.model.helpers import (
     as_in_memory,
     small_architecture,
@@ -44,7 +44,7 @@ def test_table_is_transformers_state_dict(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_table_is_our_models_parameters(kind: str, one_process: None) -> None:
     from model.network.settings import ModelSettings
-    from model.weights.mapping import canonical_names
+    from model.weight_names.table import canonical_names
 
     architecture = small_architecture(**KINDS[kind])
     model = spec_of(architecture).build(architecture, ModelSettings())
@@ -149,7 +149,7 @@ def with_few_modules(architecture: Any) -> Any:
 def test_tables_of_all_sizes_are_our_models_parameters(name: str, one_process: None) -> None:
     """The same of ours, of the first eight layers and three experts: modules of all of them take a minute to make."""
     from model.network.settings import ModelSettings
-    from model.weights.mapping import canonical_names
+    from model.weight_names.table import canonical_names
 
     architecture = with_few_modules(presets()[name])
     with torch.device("meta"):

@@ -75,7 +75,7 @@ def in_the_model() -> None:
     from model.families.qwen3_5.delta_rule import gated_delta_rule
     from model.network.settings import ModelSettings
     from model.parallel import cpu_mode, groups
-    from model.weights.mapping import load_from_hf
+    from model.weight_names.table import load_from_hf
     from tests.model.helpers import make_sample, pack, small_architecture, weights_of
 
     def rule(_: Any, *inputs: torch.Tensor) -> torch.Tensor:  # flash-linear-attention's needs CUDA

@@ -90,7 +90,7 @@ def in_the_tower() -> None:
     from model.network.vision_attention import _attend, _split_and_rotate
     from model.parallel import cpu_mode, groups
     from model.parallel.sharding import shard_parameters
-    from model.weights.mapping import load_from_hf
+    from model.weight_names.table import load_from_hf
 
     class RotatingAttention(torch.nn.Module):
         def forward(self, mixed_pn3d: Tensor, bias: Tensor, images: Any) -> Tensor:

@@ -46,23 +46,17 @@ SPREAD = {**SEQUENCE, "vision_tensor_parallel": 1}
 
 CASES = [
     Case("tensor 2, no sequence parallelism", {"tensor": 2}, {}, {"mtp": 1}),
-    Case("tensor 2", {"tensor": 2}, SEQUENCE, {"mtp": 1}),
     Case("tensor 2, images spread", {"tensor": 2}, SPREAD, {"mtp": 1}),
     Case("tensor 2, images spread, no sequence parallelism", {"tensor": 2}, {"vision_tensor_parallel": 1}, {"mtp": 1}),
     Case("tensor 4, images spread", {"tensor": 4}, SPREAD, {"mtp": 1}),
     Case("tensor 2 x context 2, images spread", {"tensor": 2, "context": 2}, SPREAD, {"mtp": 1}),
     Case("tensor 2 x pipeline 2, images spread", {"tensor": 2, "pipeline": 2}, SPREAD, {"mtp": 1}),
     Case("experts 2 x tensor 2, images spread", {"expert": 2, "tensor": 2}, SPREAD, MOE),
-    Case("context 2", {"context": 2}, {}, {"mtp": 1}),
     Case("context 4", {"context": 4}, {}, {"mtp": 1}),
     Case("pipeline 2, no mtp", {"pipeline": 2}, {}, {"mtp": 0}),
-    Case("pipeline 2, mtp", {"pipeline": 2}, {}, {"mtp": 1}),
     Case("pipeline 2, mtp, tied", {"pipeline": 2}, {}, {"mtp": 1, "tied": True}),
     Case("pipeline 4, mtp", {"pipeline": 4}, {}, {"mtp": 1}),
-    Case("tensor 2 x context 2", {"tensor": 2, "context": 2}, SEQUENCE, {"mtp": 1}),
-    Case("tensor 2 x pipeline 2", {"tensor": 2, "pipeline": 2}, SEQUENCE, {"mtp": 1}),
     Case("context 2 x pipeline 2", {"context": 2, "pipeline": 2}, {}, {"mtp": 1}),
-    Case("experts 2", {"expert": 2}, {}, MOE),
     Case("experts 4", {"expert": 4}, {}, MOE),
     Case("experts 2 x tensor 2", {"expert": 2, "tensor": 2}, SEQUENCE, MOE),
     Case("experts 2 x context 2", {"expert": 2, "context": 2}, {}, MOE),
@@ -113,7 +107,6 @@ VL, VL_TIED, VL_MOE = ({"family": "qwen3_vl", **more} for more in ({}, {"tied": 
 #: Qwen3-VL, whose first three of four layers add image features: the rows of an image fall on several ranks, and with
 #: four stages features travel over two borders.
 VL_CASES = [
-    Case("qwen3_vl tensor 2", {"tensor": 2}, {}, VL),
     Case("qwen3_vl context 4", {"context": 4}, {}, VL),
     Case("qwen3_vl pipeline 4, tied", {"pipeline": 4}, {}, VL_TIED),
     Case("qwen3_vl tensor 2 x context 2", {"tensor": 2, "context": 2}, SEQUENCE, VL_TIED),

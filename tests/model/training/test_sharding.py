@@ -13,7 +13,7 @@ import torch
 from model.training.settings.config import ConfigError
 from model.training.settings.config_loading import load_config
 from model.training.settings.early_checks import check_early
-from model.weights.mapping import assign
+from model.weight_names.table import assign
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
 from tests.model.training.test_run import exact, killed_in_step
@@ -79,18 +79,18 @@ def test_killed_it_goes_on_as_if_nothing_had_been(chats: Path, whole: Path, tmp_
     out, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     saving = (*FSDP, "--save-every", "1", "--set", "run.async_save=true", "--set", "run.timeout_minutes=1")
     killed = Ranks(
-        arguments_of(chats, out, *saving, steps=4), tmp_path / "killed", 2, prepare=rank_1_is_killed_in_step_3
+        arguments_of(chats, out, *saving, steps=3), tmp_path / "killed", 2, prepare=rank_1_is_killed_in_step_3
     )
     codes = killed.wait()
     assert codes[1] == -signal.SIGKILL
     assert codes[0] == 1, killed.said(0)
     assert steps_of(out)[-1]["step"] == 2
-    resumed = Ranks(arguments_of(chats, out, *saving, "--resume", steps=4), tmp_path / "resumed", 2)
+    resumed = Ranks(arguments_of(chats, out, *saving, "--resume", steps=3), tmp_path / "resumed", 2)
     assert resumed.wait() == [0, 0], resumed.said(0) + resumed.said(1)
-    alone = Ranks(arguments_of(chats, undisturbed, *FSDP, steps=4), tmp_path / "alone", 2)
+    alone = Ranks(arguments_of(chats, undisturbed, *FSDP, steps=3), tmp_path / "alone", 2)
     assert alone.wait() == [0, 0], alone.said(0) + alone.said(1)
     assert exact(out) == exact(undisturbed)
-    for found, wanted in zip(steps_of(out), steps_of(whole)[:4], strict=True):
+    for found, wanted in zip(steps_of(out), steps_of(whole)[:3], strict=True):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from model.families import architecture_to_hf, spec_of
 from model.network.settings import ModelSettings
+from model.weight_names.table import canonical_names
 from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
-from model.weights.mapping import canonical_names
 from tests.model.helpers import as_in_memory, small_architecture, weights_of
 from vlmdata.cli.main import app
 from vlmdata.errors import UsageError, VlmdataError

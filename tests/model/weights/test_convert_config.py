@@ -17,9 +17,9 @@ from model.families.qwen3_5.names import parameter_maps
 from model.training.build import architecture_of
 from model.training.settings.config import ConfigError
 from model.training.settings.config_loading import load_config
+from model.weight_names.table import hf_names
 from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import WeightsError
-from model.weights.mapping import hf_names
 from tests.model.helpers import random_weights, small_architecture, transformers_model
 
 pytestmark = pytest.mark.usefixtures("one_process")

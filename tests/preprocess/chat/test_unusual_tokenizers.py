@@ -168,7 +168,7 @@ def talk(*turns: tuple[str, str | tuple[Any, ...]]) -> Conversation:
 @pytest.mark.parametrize("parts", SUPPORTED.values(), ids=SUPPORTED.keys())
 def test_preprocess_and_verify_agree_on_a_supported_one(tmp_path: Path, parts: dict[str, Any]) -> None:
     name = write_tokenizer(tmp_path / "variant", **parts)
-    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", mixed_rows())), layout="chat")
+    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", mixed_rows())), recipe="chat")
     config = PreprocessConfig(tokenizer=name, recipe="chat", image=IMAGES, rows_per_shard=64)
     preprocess_dataset(source, tmp_path / "out", config)
     audit = verify_dataset(tmp_path / "out")
@@ -188,7 +188,7 @@ def test_the_targets_of_a_supported_one_are_the_answer_and_its_end(tmp_path: Pat
 @pytest.mark.parametrize(("parts", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_any_other_is_refused_before_a_row_is_read(tmp_path: Path, parts: dict[str, Any], message: str) -> None:
     name = write_tokenizer(tmp_path / "variant", **parts)
-    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", mixed_rows())), layout="chat")
+    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", mixed_rows())), recipe="chat")
     config = PreprocessConfig(tokenizer=name, recipe="chat", image=IMAGES)
     with pytest.raises(SourceError, match=message) as raised:
         preprocess_dataset(source, tmp_path / "out", config)
@@ -351,7 +351,7 @@ def test_a_lone_surrogate_is_a_reason_of_its_own_with_its_place(tmp_path: Path) 
         {"messages": [turn("user", image_item(), "a\udfff"), turn("assistant", "b")]},
         {"messages": [turn("user", "\U0001f600"), turn("assistant", "b")]},
     ]
-    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", rows)), layout="chat")
+    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", rows)), recipe="chat")
     preprocess_dataset(source, tmp_path / "out", PreprocessConfig(recipe="chat", image=IMAGES))
     found = list(read_ledger(tmp_path / "out" / "rejected.jsonl"))
     assert [(each.row, each.reason) for each in found] == [(0, Reason.INVALID_UNICODE), (1, Reason.INVALID_UNICODE)]
@@ -364,7 +364,7 @@ def test_surrogates_in_keys_and_messages_do_not_stop_the_dataset(tmp_path: Path)
     """Where text goes into a file or to the terminal, they are written out."""
     good = {"messages": [turn("user", "Hi"), turn("assistant", "b")]}
     rows: list[Any] = [good | {"k\ud800": 1}, {"messages": [turn("us\udfffer", "Hi"), turn("assistant", "b")]}]
-    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", rows)), layout="chat")
+    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", rows)), recipe="chat")
     preprocess_dataset(source, tmp_path / "out", PreprocessConfig(recipe="chat", image=IMAGES))
     assert Manifest.read(tmp_path / "out").unknown_keys == {"k\\ud800": 1}
     (found,) = read_ledger(tmp_path / "out" / "rejected.jsonl")

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from preprocess.recipes.base import REGISTRY
+from preprocess.registries import RECIPES
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, Ended, environment, run, start
 from vlmdata import __version__
@@ -113,7 +113,7 @@ class TestHelp:
         assert vlmdata("--version") == Ended(0, f"vlmdata {__version__}\n", "")
 
     def test_the_installed_script_works(self) -> None:
-        assert run("--version").stdout == f"vlmdata {__version__}\n"
+        assert run("--version", anew=True).stdout == f"vlmdata {__version__}\n"
 
     def test_without_arguments_shows_help(self, vlmdata: Callable[..., Ended]) -> None:
         ended = vlmdata()
@@ -276,7 +276,7 @@ class TestExitCodes:
             (["--frobnicate"], "No such option"),
             (
                 ["--recipe", "nope"],
-                f"--recipe nope: unknown recipe. Known: {', '.join(REGISTRY)}; or your own as module:attribute or "
+                f"--recipe nope: unknown recipe. Known: {', '.join(RECIPES)}; or your own as module:attribute or "
                 "file.py:attribute.",
             ),
             (

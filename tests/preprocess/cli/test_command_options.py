@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from preprocess.cli.effects import RECIPE_DEPENDENT, flag, obeyed
 from preprocess.conversation import Document
-from preprocess.recipes.base import REGISTRY
+from preprocess.registries import RECIPES
 from tests.conftest import cord_row, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
 from vlmdata.format.manifest import Manifest
@@ -113,7 +113,7 @@ class TestOptionsWithoutEffect:
         ended = preprocess(source.format(chats=chats), *options)
         refused(ended, words.format(chats=chats), opened=False)
 
-    @pytest.mark.parametrize("recipe", REGISTRY)
+    @pytest.mark.parametrize("recipe", RECIPES)
     @pytest.mark.parametrize("option", sorted(RECIPE_DEPENDENT))
     def test_with_the_named_recipe_are_refused_before_the_source_is_opened(
         self, preprocess: Command, recipe: str, option: str
@@ -138,10 +138,10 @@ class TestOptionsWithoutEffect:
         ended = preprocess(chats, "--allow-private-host", *options)
         assert (ended.code, words in " ".join(ended.stderr.split())) == (2, True), ended.stderr
 
-    @pytest.mark.parametrize("recipe", REGISTRY)
+    @pytest.mark.parametrize("recipe", RECIPES)
     def test_splitting_needs_documents(self, preprocess: Command, recipe: str) -> None:
         ended = preprocess("missing.parquet", "--recipe", recipe, "--overlong", "split")
-        if Document in REGISTRY.find(recipe).makes:
+        if Document in RECIPES.find(recipe).makes:
             refused(ended, "SOURCE missing.parquet: no such file", opened=True)
         else:
             refused(ended, f"--overlong split has no effect with --recipe {recipe}", opened=False)

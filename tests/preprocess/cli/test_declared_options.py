@@ -15,9 +15,9 @@ from preprocess.cli import run_command
 from preprocess.cli.command import PreprocessCommand
 from preprocess.cli.preprocess import preprocess
 from preprocess.config import PreprocessConfig
-from preprocess.options import declared_fields, filled, option_table
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.media.codecs import RAW
+from vlmdata.options import declared_fields, filled, option_table
 
 APP = typer.Typer()
 APP.command()(preprocess)

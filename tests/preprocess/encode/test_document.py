@@ -163,8 +163,8 @@ def test_the_pieces_of_a_split_document_are_the_document(most: int, tokenizer: A
     assert [piece.truncated for piece in pieces] == [True] * (len(pieces) - 1) + [False]
     ids = np.concatenate([piece.input_ids[: piece.length] for piece in pieces])
     assert ids.tolist() == whole.input_ids[: whole.length].tolist()
-    grids = [image.grid for piece in pieces for image in piece.images]
-    assert grids == [image.grid for image in whole.images]
+    grids = [image.grid for piece in pieces for image in piece.items]
+    assert grids == [image.grid for image in whole.items]
     for piece in pieces:
         assert piece.length <= most
         assert not piece.loss_mask[0]

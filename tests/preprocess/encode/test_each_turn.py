@@ -84,7 +84,7 @@ def prompt(tokenizer: Any, conversation: Conversation, stop: int, sample: Encode
         enable_thinking=thinking,
     )
     ids = tokenizer.hf(text, add_special_tokens=False)["input_ids"]
-    counts = iter([image.tokens for image in sample.images])
+    counts = iter([image.tokens for image in sample.items])
     return [id for token in ids for id in [token] * (next(counts) if token == tokenizer.info.image else 1)]
 
 
@@ -151,8 +151,8 @@ def test_the_ids_before_the_target_are_those_of_the_generation_prompt(
 def test_each_sample_has_the_images_up_to_its_turn_and_they_are_the_same_objects(tokenizer: Any) -> None:
     conversation = Conversation((asks(IMAGES[0], "a"), says("b"), asks(IMAGES[1], IMAGES[2], "c"), says("d")))
     first, second = samples(tokenizer, conversation)
-    assert [image.size for image in second.images] == [(32, 64), (64, 64), (96, 64)]
-    assert first.images == second.images[:1]  # compared by identity: decoded once
+    assert [image.size for image in second.items] == [(32, 64), (64, 64), (96, 64)]
+    assert first.items == second.items[:1]  # compared by identity: decoded once
 
 
 def test_reasoning_of_every_turn_is_learned_in_its_own_sample(tokenizer: Any) -> None:

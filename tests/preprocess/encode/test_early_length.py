@@ -56,10 +56,10 @@ class TestReferencesToOneFile:
         parts[7] = picture(field="images[7]", resized_height=32, resized_width=32)
         sample = encoder.encode(talk(parts))
         assert decoded == ["images[0]", "images[7]"]
-        assert len({id(each.patches) for each in sample.images}) == 2
-        assert [each.tokens for each in sample.images] == [4] * 7 + [4] + [4] * 92
+        assert len({id(each.patches) for each in sample.items}) == 2
+        assert [each.tokens for each in sample.items] == [4] * 7 + [4] + [4] * 92
         plain = Encoder(PreprocessConfig(image=IMAGES), tokenizer).encode(talk([picture()]))
-        assert np.array_equal(sample.images[99].patches, plain.images[0].patches)
+        assert np.array_equal(sample.items[99].patches, plain.items[0].patches)
 
     @pytest.mark.parametrize("pixels", ["raw", "zstd", "source"])
     def test_are_read_once_and_sound_under_every_codec(

@@ -76,9 +76,9 @@ def positions_of(outputs: Any, name: str) -> np.ndarray:
 def assert_equal(sample: EncodedSample, outputs: Any, name: str = FAMILY.name) -> None:
     n = sample.length
     assert sample.input_ids[:n].tolist() == outputs["input_ids"][0].tolist()
-    if len(sample.images):
+    if len(sample.items):
         assert sample.image_grid_thw.tolist() == outputs["image_grid_thw"].tolist()
-        patches = torch.from_numpy(np.concatenate([image.patches for image in sample.images]))
+        patches = torch.from_numpy(np.concatenate([image.patches for image in sample.items]))
         assert torch.equal(family(name).pixel_values(patches), outputs["pixel_values"])
     else:
         assert "pixel_values" not in outputs
@@ -189,7 +189,7 @@ def test_receipts_equal_the_processor(spec: str, images: ImageConfig, tokenizer:
 def test_demo_chats_equal_the_processor(tokenizer: Any, name: str) -> None:
     """Of both families whose processor is Qwen3VLProcessor."""
     config = PreprocessConfig(recipe="chat", image=SMALL, family=name)
-    source = open_source("demo", layout="chat", limit=16)
+    source = open_source("demo", recipe="chat", limit=16)
     recipe, encoder = load_recipe("chat"), Encoder(config, tokenizer)
     processor = build_processor(tokenizer, SMALL)
     seen_images = set()
@@ -230,8 +230,8 @@ def test_pixel_values_of_all_256_values_are_the_processors(dtype: torch.dtype, t
     )
     sample = Encoder(PreprocessConfig(image=config), tokenizer).encode(conversation)
     theirs = reference(build_processor(tokenizer, config), conversation)["pixel_values"]
-    assert len(np.unique(sample.images[0].patches)) == 256
-    assert torch.equal(FAMILY.pixel_values(torch.from_numpy(sample.images[0].patches), dtype), theirs.to(dtype))
+    assert len(np.unique(sample.items[0].patches)) == 256
+    assert torch.equal(FAMILY.pixel_values(torch.from_numpy(sample.items[0].patches), dtype), theirs.to(dtype))
 
 
 def test_the_stored_shards_equal_the_processor_too(tokenizer: Any, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def assert_equal(sample: EncodedSample, wanted: Any, name: str) -> None:
     assert sample.input_ids[:n].tolist() == wanted["input_ids"][0].tolist()
     names = ((IMAGE, "pixel_values", "image_grid_thw"), (VIDEO, "pixel_values_videos", "video_grid_thw"))
     for kind, pixels, grids in names:
-        items = [item for item in sample.images if item.kind == kind]
+        items = [item for item in sample.items if item.kind == kind]
         if not items:
             assert pixels not in wanted
             continue
@@ -160,13 +160,13 @@ def test_the_text_tells_the_time_of_each_patch() -> None:
 
 def test_a_video_used_twice_is_decoded_once() -> None:
     sample = encoder("qwen3_5").encode(talk(CLIPS[1], CLIPS[1], dataclasses.replace(CLIPS[1], fps=1.0)))
-    assert sample.images[0] is sample.images[1]
-    assert sample.images[0].grid != sample.images[2].grid
+    assert sample.items[0] is sample.items[1]
+    assert sample.items[0].grid != sample.items[2].grid
 
 
 def test_the_same_frames_at_another_rate_have_other_times() -> None:
     files = tuple(encoded_image(64, 48, seed=n) for n in range(4))
-    slow, fast = encoder("qwen2_5_vl").encode(talk(VideoPart(files, rate=0.5), VideoPart(files, rate=2.0))).images
+    slow, fast = encoder("qwen2_5_vl").encode(talk(VideoPart(files, rate=0.5), VideoPart(files, rate=2.0))).items
     assert np.array_equal(slow.patches, fast.patches)
     assert (slow.origin["seconds"], fast.origin["seconds"]) == ([0, 2, 4, 6], [0, 0.5, 1, 1.5])
     assert (slow.step, fast.step) == (8, 2)
@@ -177,7 +177,7 @@ def test_settings_of_the_data(name: str) -> None:
     video = clip_of(30, 10, 48, 48)
 
     def numbers(**asked: Any) -> list[int]:
-        (item,) = encoder(name).encode(talk(dataclasses.replace(video, **asked))).images
+        (item,) = encoder(name).encode(talk(dataclasses.replace(video, **asked))).items
         return list(item.origin["frames"])
 
     assert len(numbers(fps=4.0)) == 12
@@ -187,13 +187,13 @@ def test_settings_of_the_data(name: str) -> None:
     assert (window[0], len(window)) == (10, 10)
     with pytest.raises(RowRejected, match="video_frames: video: no frame from video_start 3 s to video_end the end"):
         numbers(start=3.0)
-    (small,) = encoder(name).encode(talk(dataclasses.replace(video, max_pixels=1_600))).images
+    (small,) = encoder(name).encode(talk(dataclasses.replace(video, max_pixels=1_600))).items
     assert small.size[0] * small.size[1] <= 1_600
 
 
 def test_frames_of_a_video_in_the_data_are_all_used() -> None:
     files = tuple(encoded_image(64, 48, seed=n) for n in range(5))
-    (item,) = encoder("qwen3_5").encode(talk(VideoPart(files, rate=2.0))).images
+    (item,) = encoder("qwen3_5").encode(talk(VideoPart(files, rate=2.0))).items
     assert item.grid[0] == 3
     assert item.origin["seconds"] == [0, 0.5, 1, 1.5, 2]
     frames = np.stack([decode_image(file, 1 << 20).pixels for file in files])
@@ -209,7 +209,7 @@ def test_frames_of_a_video_in_the_data_are_all_used() -> None:
 
 
 def test_a_video_of_one_frame() -> None:
-    (item,) = encoder("qwen3_5").encode(talk(VideoPart(clip("libx264", 1)))).images
+    (item,) = encoder("qwen3_5").encode(talk(VideoPart(clip("libx264", 1)))).items
     assert item.grid[0] == 1
     assert item.origin["frames"] == [0, 0]
     assert np.array_equal(item.patches[::2], item.patches[1::2])
@@ -227,7 +227,7 @@ def test_a_damaged_video_is_refused_or_kept_and_recorded() -> None:
         dataclasses.replace(encoder("qwen3_5").config, video=VideoConfig(damaged=DamagedVideos.KEEP)),
         encoder("qwen3_5").tokenizer,
     )
-    (item,) = keep.encode(talk(damaged)).images
+    (item,) = keep.encode(talk(damaged)).items
     assert "bytes are missing" in item.origin["damage"]
     assert max(item.origin["frames"]) < item.origin["file_frames"] < 60
 
@@ -250,7 +250,7 @@ def test_each_turn_shares_the_video() -> None:
     one, two = each._encode_each(Conversation(turns))
     assert isinstance(one, EncodedSample)
     assert isinstance(two, EncodedSample)
-    assert one.images[0] is two.images[0]
+    assert one.items[0] is two.items[0]
     assert two.length > one.length
 
 

@@ -18,8 +18,9 @@ import ray
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation
-from preprocess.engines.base import REGISTRY, Engine, ShardWork, load_engine, make_shard, make_shards
+from preprocess.engines.base import Engine, ShardWork, load_engine, make_shard, make_shards
 from preprocess.engines.local import Local
+from preprocess.registries import ENGINES as BUILT_IN
 from preprocess.row import Row
 from preprocess.run.dataset import Watcher, preprocess_dataset
 from preprocess.shards.counters import Counters
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=6)
 #: The engine of docs/extend/engine.md stands here as if it were registered.
-ENGINES = [*REGISTRY, "threads"]
+ENGINES = [*BUILT_IN, "threads"]
 
 
 class Refusing:
@@ -62,7 +63,7 @@ def engine(
     folder = tmp_path_factory.mktemp("engine")
     monkeypatch.syspath_prepend(folder)
     name = write_example("engine.md", folder)
-    monkeypatch.setitem(REGISTRY, "threads", f"{name}:Threads")
+    monkeypatch.setitem(BUILT_IN, "threads", f"{name}:Threads")
     yield load_engine(request.param)
     sys.modules.pop(name, None)
 
@@ -218,7 +219,7 @@ class TestCommand:
     def test_lists_the_engines(self, vlmdata: Callable[..., Ended], tmp_path: Path) -> None:
         ended = vlmdata("preprocess", "demo", "--out", tmp_path, "--engine", "spark")
         assert ended.code == 2
-        known = ", ".join(REGISTRY)
+        known = ", ".join(BUILT_IN)
         assert (
             f"--engine spark: unknown engine. Known: {known}; or your own as module:attribute or file.py:attribute."
             in ended.stderr
@@ -242,7 +243,7 @@ def test_an_engine_of_ones_own_has_options(
 
 def test_options_of_engines_are_listed(vlmdata: Callable[..., Ended]) -> None:
     listed = vlmdata("preprocess", "--engine-option", "help").stdout
-    assert all(f"Options of engine {name}:" in listed for name in REGISTRY)
+    assert all(f"Options of engine {name}:" in listed for name in BUILT_IN)
     assert "\n  address: text or none, default 'none'. The cluster, such as" in listed
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from preprocess.conversation import Conversation
 from preprocess.own_options import describe_options
-from preprocess.recipes.base import REGISTRY, load_recipe
+from preprocess.recipes.base import load_recipe
+from preprocess.registries import RECIPES
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from tests.conftest import encoded_image
@@ -20,7 +21,7 @@ def test_the_recipe_has_options_and_reads_rows(tmp_path: Path, monkeypatch: pyte
     name = f"{write_example('recipe.md', tmp_path)}:DocVqa"
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_recipes", raising=False)
-    assert "\n  answer: a whole number, default '0'. Number of the answer" in describe_options(REGISTRY, [name])
+    assert "\n  answer: a whole number, default '0'. Number of the answer" in describe_options(RECIPES, [name])
     row = Row(0, {"image": encoded_image(), "question": "Total?", "answers": ["1", "1.00"]})
     made = load_recipe(name, {"answer": "1"})(row)
     assert isinstance(made, Conversation)

@@ -10,26 +10,27 @@ import pytest
 
 from preprocess.cli import preprocess as command
 from preprocess.conversation import Conversation, Document
-from preprocess.own_options import constructor_takes, declared_options, options_class
-from preprocess.recipes.base import PARTS, REGISTRY, load_recipe
+from preprocess.own_options import constructor_takes, declared_options, describe_options, options_class
+from preprocess.recipes.base import PARTS, load_recipe
+from preprocess.registries import RECIPES
 
 DOCS = Path(__file__).parents[3] / "docs" / "recipes.md"
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", RECIPES)
 class TestEveryRecipe:
     def test_names_the_columns_it_needs_in_words(self, name: str) -> None:
-        assert REGISTRY.find(name).needs
+        assert RECIPES.find(name).needs
 
     def test_says_what_it_makes(self, name: str) -> None:
-        assert set(REGISTRY.find(name).makes) <= {Conversation, Document}
-        assert REGISTRY.find(name).makes
+        assert set(RECIPES.find(name).makes) <= {Conversation, Document}
+        assert RECIPES.find(name).makes
 
     def test_fits_no_row_without_columns(self, name: str) -> None:
-        assert REGISTRY.find(name).fits([]) is False
+        assert RECIPES.find(name).fits([]) is False
 
     def test_declares_its_options_with_defaults_and_meanings(self, name: str) -> None:
-        options = options_class(REGISTRY, name)
+        options = options_class(RECIPES, name)
         assert dataclasses.is_dataclass(options)
         assert options.__dataclass_params__.frozen  # type: ignore[attr-defined]
         for option in declared_options(options):
@@ -37,23 +38,20 @@ class TestEveryRecipe:
             assert option.meaning.endswith("."), option
 
     def test_is_made_of_its_options_and_media(self, name: str) -> None:
-        assert constructor_takes(REGISTRY, name, PARTS) == {"options", "media"}
+        assert constructor_takes(RECIPES, name, PARTS) == {"options", "media"}
         assert callable(load_recipe(name))
 
     def test_is_documented_with_its_options(self, name: str) -> None:
         docs = DOCS.read_text()
         assert f"`{name}`" in docs
-        for option in declared_options(options_class(REGISTRY, name)):
+        for option in declared_options(options_class(RECIPES, name)):
             assert option.name in docs
 
-    def test_stands_in_the_help_with_its_options(self, name: str) -> None:
-        parameters = inspect.signature(command.preprocess, eval_str=True).parameters
-        (option,) = parameters["recipe_option"].annotation.__metadata__
-        (recipe,) = parameters["recipe"].annotation.__metadata__
-        assert f"`{name}`" in option.help
+    def test_stands_in_the_help_and_its_options_in_that_of_options(self, name: str) -> None:
+        (recipe,) = inspect.signature(command.preprocess, eval_str=True).parameters["recipe"].annotation.__metadata__
         assert f"`{name}`" in recipe.help
-        for declared in declared_options(options_class(REGISTRY, name)):
-            assert declared.name in option.help
+        for declared in declared_options(options_class(RECIPES, name)):
+            assert f"\n  {declared.name}: " in describe_options(RECIPES)
 
 
 @pytest.mark.parametrize(
@@ -72,4 +70,4 @@ class TestEveryRecipe:
     ],
 )
 def test_these_columns_fit_one_recipe(name: str, columns: list[str]) -> None:
-    assert [each for each in REGISTRY if REGISTRY.find(each).fits(columns)] == [name]
+    assert [each for each in RECIPES if RECIPES.find(each).fits(columns)] == [name]

@@ -61,7 +61,7 @@ def run(source: Path, out: Any, watcher: Watcher | None = None, **options: Any) 
     options.setdefault("rows_per_shard", 2)
     image = ImageConfig(min_pixels=1024, max_pixels=65_536)
     config = PreprocessConfig(recipe="chat", image=image, train_turns=TrainTurns.EACH, **options)
-    return preprocess_dataset(open_source(str(source), layout="chat"), out, config, watcher=watcher)
+    return preprocess_dataset(open_source(str(source), recipe="chat"), out, config, watcher=watcher)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_samples_have_the_pixels_of_one_sample_of_the_whole_row(
     config = PreprocessConfig(
         recipe="chat", image=ImageConfig(min_pixels=1024, max_pixels=65_536), train_turns=TrainTurns.LAST
     )
-    preprocess_dataset(open_source(str(source), layout="chat"), tmp_path / "last", config)
+    preprocess_dataset(open_source(str(source), recipe="chat"), tmp_path / "last", config)
     last = open_dataset(tmp_path / "last")
     for each in map(open_dataset, datasets.values()):
         for one, key in ((0, KEYS[2]), (1, KEYS[3]), (2, KEYS[5]), (3, KEYS[6])):
@@ -266,7 +266,7 @@ def test_the_turns_of_listed_conversations_are_numbered_through(source: Path, tm
     config = PreprocessConfig(
         recipe=f"{__name__}:Twice", image=ImageConfig(1024, 65_536), train_turns=TrainTurns.EACH, pixels=pixels
     )
-    preprocess_dataset(open_source(str(source), layout="chat"), tmp_path / "out", config)
+    preprocess_dataset(open_source(str(source), recipe="chat"), tmp_path / "out", config)
     dataset = open_dataset(tmp_path / "out")
     row_keys = [key for key in dataset.index.keys.to_pylist() if key.startswith("000000000")]
     assert row_keys == [f"000000000-{n:03}" for n in (0, 1, 2, 4, 5, 6)]

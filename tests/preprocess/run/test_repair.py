@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[0]["messages"][0]["content"][0]["image"] = "missing.png"
     rows[7] = {"messages": [{"role": "user", "content": "Nobody answers."}]}
     write_jsonl(folder / "mixed.jsonl", rows)
-    preprocess_dataset(open_source(str(folder / "mixed.jsonl"), layout="chat"), folder / "out", CONFIG)
+    preprocess_dataset(open_source(str(folder / "mixed.jsonl"), recipe="chat"), folder / "out", CONFIG)
     return folder
 
 
@@ -50,7 +50,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def again(folder: Path, **options: Any) -> RunResult:
     """Gives the same command once more."""
     return preprocess_dataset(
-        open_source(str(folder / "mixed.jsonl"), layout="chat"), folder / "out", CONFIG, **options
+        open_source(str(folder / "mixed.jsonl"), recipe="chat"), folder / "out", CONFIG, **options
     )
 
 

@@ -60,7 +60,7 @@ COUNTS = {
 
 def run(source: Path, out: Path, watcher: Watcher | None = None, **options: Any) -> RunResult:
     config = PreprocessConfig(recipe="chat", image=ImageConfig(1024, 65_536), rows_per_shard=2, **options)
-    return preprocess_dataset(open_source(str(source), layout="chat"), out, config, watcher=watcher)
+    return preprocess_dataset(open_source(str(source), recipe="chat"), out, config, watcher=watcher)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_rows_alike_under_the_template_say_nothing_and_keep_the_manifest(tmp_pat
 def test_documents_have_no_turns_to_choose(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "A text."}])
     config = PreprocessConfig(recipe="text")
-    result = preprocess_dataset(open_source(str(path), layout="text"), tmp_path / "out", config)
+    result = preprocess_dataset(open_source(str(path), recipe="text"), tmp_path / "out", config)
     assert "learned:" not in summary(tmp_path / "out", result)
 
 

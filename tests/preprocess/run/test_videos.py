@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from tests.media.video.clips import clip
 from tests.preprocess.encode.test_videos import BOUNDS, IMAGES, LEAST_AND_MOST, of_the_processor
 from tests.preprocess.run.runs import StopRun, stopping
 from vlmdata import open_dataset
-from vlmdata.errors import ConfigMismatchError
+from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.schema import LEDGER_NAME, MANIFEST_NAME, Sample
+from vlmdata.format.schema import MANIFEST_NAME, Sample
 from vlmdata.verify.dataset import verify_dataset
 
 ASK = "First <video>, then <image> and at last <video>. What changes?"
@@ -115,28 +114,50 @@ def test_samples_are_those_of_transformers_and_the_audit_finds_nothing(family: s
     assert len(first["patch_seconds"]) == dataset[0].items[0].grid[0]
 
 
+def stored_as(images: str, videos: str | None) -> PreprocessConfig:
+    plain = config(pixels=images)
+    return dataclasses.replace(plain, video=dataclasses.replace(plain.video, pixels=videos))
+
+
+@pytest.mark.parametrize(("images", "videos"), [("raw", "zstd"), ("source", "zstd"), ("jxl", "jxl")])
+def test_videos_are_never_raw_by_default(images: str, videos: str, rows: Path, tmp_path: Path) -> None:
+    dataset = made(rows, tmp_path / "out", config(pixels=images))
+    assert len(dataset) == len(ROWS)
+    assert dataset.index.item_codecs.reshape(-1, 3).tolist() == [[videos, images, videos]] * len(ROWS)
+    options, found = dataset.manifest.config["options"], dataset.manifest.config["fingerprints"]
+    assert (options["pixels"], options["video"]["pixels"]) == (images, videos)
+    assert ("video_codec_source" in found) == (images != videos)
+    assert verify_dataset(tmp_path / "out").faults == []
+
+
+def test_recode_stores_images_and_videos_as_preprocessing_does(rows: Path, tmp_path: Path) -> None:
+    made(rows, tmp_path / "raw", config())
+    for name, images, videos in (("both", None, "raw"), ("mixed", "jxl", "raw")):
+        recode_dataset(tmp_path / "raw", tmp_path / f"{name}-copy", images, videos)
+        made(rows, tmp_path / name, stored_as(images or "raw", videos))
+        assert tree_bytes(tmp_path / f"{name}-copy") == tree_bytes(tmp_path / name)
+    recode_dataset(tmp_path / "mixed", tmp_path / "back", "raw")
+    assert tree_bytes(tmp_path / "back") == tree_bytes(tmp_path / "raw")
+    with pytest.raises(UsageError, match=r"already stores its images with raw and its videos with zstd; give another"):
+        recode_dataset(tmp_path / "raw", tmp_path / "none", "raw")
+    with pytest.raises(UsageError, match=r"--video-pixels source: it stores files of images"):
+        recode_dataset(tmp_path / "raw", tmp_path / "none", "jxl", "source")
+    with pytest.raises(ValueError, match="video_pixels is source, which stores files of images"):
+        stored_as("raw", "source")
+
+
 @pytest.mark.parametrize("codec", ["zstd", "jxl"])
 def test_codecs_store_videos_and_recode_makes_the_same(codec: str, rows: Path, tmp_path: Path) -> None:
-    raw = made(rows, tmp_path / "raw", config())
+    raw = made(rows, tmp_path / "raw", stored_as("raw", "raw"))
     coded = made(rows, tmp_path / codec, config(pixels=codec))
     assert set(coded.index.item_codecs.tolist()) == {codec}
     for one, other in zip(raw, coded, strict=True):
         assert np.array_equal(one.patches, other.patches)
     recode_dataset(tmp_path / "raw", tmp_path / "copy", codec)
     assert tree_bytes(tmp_path / "copy") == tree_bytes(tmp_path / codec)
-    recode_dataset(tmp_path / codec, tmp_path / "back", "raw")
+    recode_dataset(tmp_path / codec, tmp_path / "back", "raw", "raw")
     assert tree_bytes(tmp_path / "back") == tree_bytes(tmp_path / "raw")
     assert verify_dataset(tmp_path / codec).faults == []
-
-
-def test_source_stores_no_videos(rows: Path, tmp_path: Path) -> None:
-    preprocess_dataset(open_source(str(rows)), tmp_path / "out", config(pixels="source"))
-    first = json.loads((tmp_path / "out" / LEDGER_NAME).read_text().splitlines()[0])
-    assert first["reason"] == "unsuitable_item"
-    assert first["message"] == (
-        "videos[0]: the codec source does not store it: an item of kind video, but it stores only files of images. "
-        "Choose another --pixels to keep the row"
-    )
 
 
 def test_turns_share_their_videos(rows: Path, tmp_path: Path) -> None:
@@ -173,6 +194,7 @@ def test_another_decoder_or_other_options_are_found_out(
         "max_frames": 768,
         "min_pixels": LEAST_AND_MOST[0],
         "max_pixels": LEAST_AND_MOST[1],
+        "pixels": "zstd",
         "cap_pixels_per_frame": False,
         "damaged": "reject",
     }

@@ -6,15 +6,20 @@ import json
 import os
 import pickle
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from datasets import Dataset, DatasetDict, Features, Json, List, Value
 from datasets import Image as ImageFeature
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from preprocess.reject import RowRejected
 from preprocess.row import Row
+from preprocess.sources.datasets_library import _hub_errors
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from tests.chat_rows import write_jsonl
@@ -393,5 +398,21 @@ class TestErrors:
     def test_a_hub_id_without_a_network_says_so(self, spec):
         fails("the Hugging Face hub cannot be reached .*HF_HUB_OFFLINE.* give its folder", spec)
 
+    @pytest.mark.parametrize(
+        ("error", "expected"),
+        [
+            (httpx.ConnectTimeout("slow"), "cannot be reached"),
+            (OfflineModeIsEnabled("forbidden"), "cannot be reached"),
+            (socket.gaierror("no name"), "cannot be reached"),
+            (DatasetNotFoundError("'connect-4' does not exist on the Hub"), "does not give it: DatasetNotFoundError"),
+        ],
+    )
+    def test_a_network_that_does_not_respond_is_told_from_a_dataset_that_there_is_not(self, error, expected):
+        with pytest.raises(SourceError, match=expected), _hub_errors("SOURCE a/b"):  # noqa: PT012
+            try:
+                raise error
+            except Exception as cause:
+                raise ValueError("something else") from cause
+
     def test_the_demo_has_rows_for_the_built_in_recipes_alone(self):
-        fails("rows for the recipes cord_v2 and chat, not for my_module:recipe", "demo", layout="my_module:recipe")
+        fails("rows for the recipes cord_v2 and chat, not for my_module:recipe", "demo", recipe="my_module:recipe")

@@ -7,14 +7,16 @@ hide another, and rounding does not add up from layer to layer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.integrations.check.own import Computed
-from vlmdata.integrations.check.packs import SampleBatch
+from vlmdata.integrations.check.packs import UNITS_OF, SampleBatch
 from vlmdata.integrations.check.probe import Influence, probe
 from vlmdata.integrations.check.record import (
     RecordedCall,
@@ -56,7 +58,7 @@ class Expected:
     Attributes:
         value: The tensor; rows of padding are 0.
         axis: Its axis of rows.
-        unit: What a row is: ``token``, ``patch``, ``merged``, ``image`` or ``target``.
+        unit: What a row is: ``token``, ``target``, or a unit of images or of videos.
     """
 
     value: torch.Tensor
@@ -115,6 +117,7 @@ class Forced:
         self.influences: dict[str, Influence] = {}
         self.places: dict[str, Site] = {}
         self._callers: list[str] = []
+        self._heard: Counter[str] = Counter()
         self._passive = False
 
     def call(self, place: Site, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,19 +125,22 @@ class Forced:
         if self._passive:
             return compute(*args, **kwargs)
         self.places[place.name] = place
+        turn = self._heard[place.name]
+        self._heard[place.name] += 1
         names = list(named_arguments(place.module, args, {}, bool(place.function)))
-        args = tuple(replaced(value, self._right(place, True), name) for name, value in zip(names, args, strict=True))
-        kwargs = {name: replaced(value, self._right(place, True), name) for name, value in kwargs.items()}
+        right = self._right(place, True, turn)
+        args = tuple(replaced(value, right, name) for name, value in zip(names, args, strict=True))
+        kwargs = {name: replaced(value, right, name) for name, value in kwargs.items()}
         self._callers.append(place.name)
         output = compute(*args, **kwargs)
         self._callers.pop()
         if place.name in self._probed and place.name not in self.influences:
             self._passive = True
-            found = self._probe(place, compute, args, kwargs, output)
+            found = self._probe(place, compute, args, kwargs, output, turn)
             self._passive = False
             if found is not None:
                 self.influences[place.name] = found
-        return replaced(output, self._right(place, False))
+        return replaced(output, self._right(place, False, turn))
 
     def finish(self, outcome: Computed, alone: Sequence[Computed]) -> None:
         """Compares what the forward pass returned; a loss that is a scalar is compared by the caller."""
@@ -143,11 +149,18 @@ class Forced:
             self._compare(Spot(FORWARD, False, path), value, [[each] for each in theirs])
 
     def _probe(
-        self, place: Site, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        place: Site,
+        compute: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        turn: int,
     ) -> Influence | None:
         calls = self._calls_of(place.name)
         given = inputs_of(place.module, args, kwargs, bool(place.function))
-        found = [_axes(given, True, place, calls, self.data), _axes(tensors_of(output), False, place, calls, self.data)]
+        tensors = ((True, given), (False, tensors_of(output)))
+        found = [_axes(each, into, place, calls, self.data, turn) for into, each in tensors]
         unit = next((unit for _, unit in found[1].values()), "")
         into, out = ({path: axis for path, (axis, of) in each.items() if of == unit} for each in found)
         return probe(place, compute, args, kwargs, self.data, unit, into, out) if into and out else None
@@ -155,16 +168,18 @@ class Forced:
     def _calls_of(self, name: str) -> list[list[RecordedCall]]:
         return [each.get(name, []) for each in self._alone]
 
-    def _right(self, place: Site, given: bool) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def _right(self, place: Site, given: bool, turn: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
         calls = self._calls_of(place.name)
 
         def right(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            return self._compare(Spot(place.name, given, path), tensor, calls)
+            return self._compare(Spot(place.name, given, path), tensor, calls, turn)
 
         return right
 
-    def _compare(self, spot: Spot, tensor: torch.Tensor, calls: Sequence[list[RecordedCall]]) -> torch.Tensor:
-        expected = stitched(tensor, spot, calls, self.data)
+    def _compare(
+        self, spot: Spot, tensor: torch.Tensor, calls: Sequence[list[RecordedCall]], turn: int = 0
+    ) -> torch.Tensor:
+        expected = stitched(tensor, spot, calls, self.data, turn)
         if expected is None:
             return tensor
         found, wanted = tensor.detach().movedim(expected.axis, 0), expected.value.movedim(expected.axis, 0)
@@ -225,52 +240,61 @@ def is_compared(spot: Spot, tensor: torch.Tensor) -> bool:
 
 
 def stitched(
-    tensor: torch.Tensor, spot: Spot, calls: Sequence[list[RecordedCall]], data: SampleBatch
+    tensor: torch.Tensor, spot: Spot, calls: Sequence[list[RecordedCall]], data: SampleBatch, turn: int = 0
 ) -> Expected | None:
     """Stitches what a tensor of a pack should be from those of its samples alone.
+
+    The vision encoder may be called twice, for images and for videos: then the number of rows tells which.
+
+    Args:
+        tensor: The tensor.
+        spot: What it is.
+        calls: Of each sample.
+        data: The pack.
+        turn: How often the place was called before. It decides if a pack has as many rows of images as of videos.
 
     Returns:
         None if a sample does not have it, or has it in another shape.
     """
-    parts: list[torch.Tensor | None] = []
-    for each in calls:
-        there = [(call.inputs if spot.given else call.outputs).get(spot.path) for call in each]
-        if len(there) > 1:
-            return None
-        parts.append(there[0] if there else None)
-    present = [part for part in parts if part is not None]
-    if not present or any(part.ndim != tensor.ndim for part in present):
-        return None
-    for unit, total in data.totals.items():
+    there = [[(call.inputs if spot.given else call.outputs).get(spot.path) for call in each] for each in calls]
+    for unit in sorted(data.totals, key=lambda unit: turn > 0 and unit in UNITS_OF[IMAGE]):
         for axis in range(tensor.ndim):
-            if tensor.shape[axis] == total and _fits(tensor, parts, data, unit, axis):
+            if tensor.shape[axis] != data.totals[unit]:
+                continue
+            parts = _parts_of(tensor, there, data, unit, axis)
+            if parts is not None:
                 return Expected(_joined(tensor, parts, data, unit, axis), axis, unit)
     return None
 
 
 def _axes(
-    tensors: Tensors, given: bool, place: Site, calls: Sequence[list[RecordedCall]], data: SampleBatch
+    tensors: Tensors, given: bool, place: Site, calls: Sequence[list[RecordedCall]], data: SampleBatch, turn: int
 ) -> dict[str, tuple[int, str]]:
     """The axis of tokens or patches of each tensor that has one, by path, and which of them it is."""
     found = {}
     for path, tensor in tensors.items():
-        expected = stitched(tensor, Spot(place.name, given, path), calls, data)
-        if expected is not None and expected.unit in ("token", "patch") and tensor.is_floating_point():
+        expected = stitched(tensor, Spot(place.name, given, path), calls, data, turn)
+        if expected is not None and expected.unit in ("token", "patch", "video patch") and tensor.is_floating_point():
             found[path] = (expected.axis, expected.unit)
     return found
 
 
-def _fits(tensor: torch.Tensor, parts: Sequence[torch.Tensor | None], data: SampleBatch, unit: str, axis: int) -> bool:
-    for part, rows in zip(parts, data.rows, strict=True):
-        if part is None:
-            if rows.count(unit):
-                return False
-            continue
+def _parts_of(
+    tensor: torch.Tensor, there: Sequence[Sequence[torch.Tensor | None]], data: SampleBatch, unit: str, axis: int
+) -> list[torch.Tensor | None] | None:
+    """Returns the part of each sample, None for one without rows of the unit; None if a sample has none that fits."""
+    twice = any(unit in units for units in UNITS_OF.values())
+    parts: list[torch.Tensor | None] = []
+    for each, rows in zip(there, data.rows, strict=True):
+        if len(each) > 1 and not twice:
+            return None
         shape = list(tensor.shape)
         shape[axis] = rows.count(unit)
-        if list(part.shape) != shape:
-            return False
-    return True
+        fitting = [part for part in each if part is not None and list(part.shape) == shape]
+        if not fitting and (rows.count(unit) or (each and not twice)):
+            return None
+        parts.append(fitting[-1 if unit in UNITS_OF[VIDEO] else 0] if fitting and rows.count(unit) else None)
+    return parts if any(part is not None for part in parts) else None
 
 
 def _joined(

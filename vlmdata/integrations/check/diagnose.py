@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 
 from vlmdata.integrations.check.compare import FORWARD, Difference, Spot, Tolerance
-from vlmdata.integrations.check.packs import SampleBatch
+from vlmdata.integrations.check.packs import UNITS_OF, SampleBatch
 from vlmdata.integrations.check.probe import Influence
 from vlmdata.integrations.check.record import CONVOLUTION, Site, is_linear_attention, mixes_tokens
 
@@ -185,8 +185,8 @@ def _is_vision(name: str) -> bool:
 
 def _image_rows(data: SampleBatch, unit: str) -> torch.Tensor:
     if unit == "token":
-        return data.image_tokens
-    return torch.full((data.totals[unit],), unit in ("patch", "merged", "image"))
+        return data.vision_tokens
+    return torch.full((data.totals[unit],), any(unit in units for units in UNITS_OF.values()))
 
 
 def probed_places(differences: Sequence[Difference], places: Mapping[str, Site]) -> frozenset[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vlmdata.errors import UsageError
+from vlmdata.families.chat import VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.integrations.check.own import Checked
 from vlmdata.integrations.transformers import MODEL_TYPES, packed, packed_forward
@@ -65,6 +66,13 @@ def require_fitting(config: Any, dataset: VlmDataset) -> None:
             f"check-model: the model's image_token_id is {config.image_token_id}, and images of {dataset.name} have "
             f"token {image}. Preprocess with the model's tokenizer."
         )
+    if VIDEO in dataset.index.item_kinds:
+        video = dataset.manifest.tokenizer.items[VIDEO].token
+        if config.video_token_id != video:
+            raise UsageError(
+                f"check-model: the model's video_token_id is {config.video_token_id}, and videos of {dataset.name} "
+                f"have token {video}. Preprocess with the model's tokenizer."
+            )
     vocabulary = config.text_config.vocab_size
     if max(image, dataset.manifest.tokenizer.pad) >= vocabulary:
         raise UsageError(

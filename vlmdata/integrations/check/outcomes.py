@@ -146,7 +146,7 @@ def reached_by_tokens(bench: Bench, data: SampleBatch) -> bool | None:
     import dataclasses
 
     assert data.batch.input_ids is not None
-    text = ~data.image_tokens & (data.batch.input_ids[0] == data.batch.input_ids[0])
+    text = ~data.vision_tokens & (data.batch.input_ids[0] == data.batch.input_ids[0])
     with torch.no_grad():
         before = bench.pack(data)
     for source in data.rows:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
 from vlmdata.errors import UsageError
-from vlmdata.families.chat import IMAGE
+from vlmdata.families import Family
+from vlmdata.families.blocks import Blocks
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
 
@@ -19,6 +23,8 @@ from vlmdata.format.schema import Sample
 _MOST = 4
 #: Samples shorter than this show little.
 _SHORT = 8
+#: Rows of each kind: patches, tokens of the merger, and items.
+UNITS_OF = {IMAGE: ("patch", "merged", "image"), VIDEO: ("video patch", "merged of videos", "video")}
 #: Samples are padded to multiples of this in packs, as a parallel layout does.
 _ALIGNMENT = 4
 
@@ -29,7 +35,8 @@ class SampleSpans:
 
     Attributes:
         key: Key of the sample.
-        spans: [begin, end) by what is counted: ``token``, ``patch``, ``merged`` (image tokens), ``image``, ``target``.
+        spans: [begin, end) by what is counted: ``token``, ``target``, and for images and for videos the units of
+            :data:`UNITS_OF`.
     """
 
     key: str
@@ -50,20 +57,27 @@ class SampleBatch:
         samples: Numbers of its samples among the chosen ones.
         rows: Where each of them lies.
         totals: Rows of the batch by what is counted.
+        seconds: Seconds per temporal patch of each video.
     """
 
     batch: PackedBatch
     samples: tuple[int, ...]
     rows: tuple[SampleSpans, ...]
     totals: dict[str, int]
+    seconds: tuple[float, ...] = ()
 
     @property
-    def image_tokens(self) -> torch.Tensor:
-        """Returns bool (T,), the placeholders of images."""
+    def vision_tokens(self) -> torch.Tensor:
+        """Returns bool (T,), the placeholders of images and videos."""
         found = torch.zeros(self.batch.total_tokens, dtype=torch.bool)
-        factor = self.batch.family.patches_per_token
-        for start, grid in zip(self.batch.host.image_starts, self.batch.host.image_grid_thw, strict=True):
-            found[int(start) : int(start) + int(grid.prod()) // factor] = True
+        host, factor = self.batch.host, self.batch.family.patches_per_token
+        grids = [tuple(grid) for grid in host.image_grid_thw.tolist()]
+        if len(host.video_grid_thw):  # a family may have no videos
+            expansion = self.batch.family.expansion(VIDEO)
+            grids += [block for grid in host.video_grid_thw.tolist() for block in expansion.blocks(tuple(grid))]
+        starts = [*host.image_starts.tolist(), *host.video_block_starts.tolist()]
+        for start, grid in zip(starts, grids, strict=True):
+            found[start : start + int(np.prod(grid)) // factor] = True
         return found
 
 
@@ -76,7 +90,7 @@ class CheckData:
 
 
 def chosen_samples(dataset: VlmDataset, tokens: int) -> list[int]:
-    """Chooses up to four short samples: with an image, with several, and without.
+    """Chooses up to four short samples: with a video, with an image, with several, and without.
 
     Args:
         dataset: The dataset.
@@ -86,13 +100,16 @@ def chosen_samples(dataset: VlmDataset, tokens: int) -> list[int]:
         UsageError: If not even two samples fit.
     """
     index = dataset.index
-    images = np.diff(index.grid_offsets)
+    counts = {kind: np.concatenate([[0], np.cumsum(index.item_kinds == kind)]) for kind in (IMAGE, VIDEO)}
+    images, videos = (np.diff(each[index.grid_offsets]) for each in counts.values())
     padded = -(-index.lengths // _ALIGNMENT) * _ALIGNMENT
-    others = np.concatenate([[0], np.cumsum(index.item_kinds != IMAGE)])
-    plain = np.diff(others[index.grid_offsets]) == 0
-    usable = np.flatnonzero((index.num_targets > 0) & plain)
+    usable = np.flatnonzero(index.num_targets > 0)
     order = usable[np.lexsort((usable, index.lengths[usable], index.lengths[usable] < _SHORT))].tolist()
-    wishes = [images == 1, images > 1, images == 0, images > 0]
+    plain = videos == 0
+    wishes = [(images == 1) & plain, (images > 1) & plain, (images == 0) & plain, images > 0]
+    if videos.any():
+        # Two samples with videos, one of them with an image, too, can get each other's.
+        wishes = [(videos > 0) & (images == 0), (videos > 0) & (images > 0), (images > 0) & plain, videos > 0, *wishes]
     found: list[int] = []
     for wish in [*wishes, np.ones_like(plain)] * _MOST:
         room = tokens - int(padded[found].sum())
@@ -103,8 +120,8 @@ def chosen_samples(dataset: VlmDataset, tokens: int) -> list[int]:
         shortest = sorted(int(padded[each]) for each in order)[:2]
         lengths = " and ".join(str(each) for each in shortest) or "none"
         raise UsageError(
-            f"{dataset.name}: a pack of {tokens} tokens has room for {len(found)} of the samples with targets and "
-            f"without videos; a leak needs two. The shortest have {lengths} tokens: raise --tokens."
+            f"{dataset.name}: a pack of {tokens} tokens has room for {len(found)} of the samples with targets; "
+            f"a leak needs two. The shortest have {lengths} tokens: raise --tokens."
         )
     return found
 
@@ -114,16 +131,28 @@ def check_data(dataset: VlmDataset, tokens: int) -> CheckData:
 
     The second pack has the samples of the first in another order: as many tokens, but other boundaries.
     """
-    samples = [dataset[each] for each in chosen_samples(dataset, tokens)]
-    count = len(samples)
+    numbers = chosen_samples(dataset, tokens)
+    samples, count = [dataset[each] for each in numbers], len(numbers)
+    seconds = [_seconds(dataset.metadata(each)) for each in numbers]
     orders = [tuple(range(count)), (*range(count - 2, -1, -1), count - 1)]
     if count == 2:
         orders[1] = (1, 0)
-    alone = [_batch(dataset, samples, (number,), 1) for number in range(count)]
-    return CheckData(tuple(alone), tuple(_batch(dataset, samples, order, _ALIGNMENT) for order in orders))
+    alone = [_batch(dataset, samples, seconds, (number,), 1) for number in range(count)]
+    return CheckData(tuple(alone), tuple(_batch(dataset, samples, seconds, order, _ALIGNMENT) for order in orders))
 
 
-def _batch(dataset: VlmDataset, samples: Sequence[Sample], numbers: tuple[int, ...], alignment: int) -> SampleBatch:
+def _seconds(metadata: Mapping[str, Any]) -> tuple[float, ...]:
+    """Seconds per temporal patch of the videos of a sample."""
+    return tuple(each["seconds_per_patch"] for each in metadata.get("images", ()) if each.get("kind") == VIDEO)
+
+
+def _batch(
+    dataset: VlmDataset,
+    samples: Sequence[Sample],
+    seconds: Sequence[tuple[float, ...]],
+    numbers: tuple[int, ...],
+    alignment: int,
+) -> SampleBatch:
     """Lays samples out one after another, as the loader does."""
     family, tokenizer = dataset.family, dataset.manifest.tokenizer
     chosen = [samples[number] for number in numbers]
@@ -135,7 +164,7 @@ def _batch(dataset: VlmDataset, samples: Sequence[Sample], numbers: tuple[int, .
     weights = torch.zeros(1, total)
     positions = torch.zeros(len(family.position_axes), 1, total, dtype=torch.long)
     padding = torch.ones(1, total, dtype=torch.bool)
-    image_starts: list[int] = []
+    found = _Items()
     for sample, start in zip(chosen, starts, strict=False):
         end = start + sample.length
         own = torch.from_numpy(sample.input_ids[: sample.length].astype(np.int64))
@@ -145,9 +174,7 @@ def _batch(dataset: VlmDataset, samples: Sequence[Sample], numbers: tuple[int, .
         labels[0, start : end - 1] = own[1:].where(is_target, IGNORE_INDEX)
         mask = sample.loss_mask if sample.loss_weights is None else sample.loss_weights
         weights[0, start : end - 1] = torch.from_numpy(mask[1 : sample.length].astype(np.float32))
-        image_starts += [start + each for each in _image_starts(sample, tokenizer.image, family.patches_per_token)]
-    grids = torch.from_numpy(np.concatenate([each.image_grid_thw for each in chosen]).astype(np.int64))
-    patches = torch.from_numpy(np.concatenate([each.patches for each in chosen]))
+        found.add(sample, start, family, {kind: each.token for kind, each in tokenizer.items.items()})
     batch = PackedBatch(
         input_ids=ids,
         labels=labels,
@@ -160,10 +187,7 @@ def _batch(dataset: VlmDataset, samples: Sequence[Sample], numbers: tuple[int, .
         max_seqlen=max(b - a for a, b in pairwise(starts)),
         total_tokens=total,
         true_tokens=sum(lengths),
-        image_grid_thw=grids,
-        image_starts=torch.tensor(image_starts, dtype=torch.long),
-        image_indices=torch.arange(len(grids)),
-        patches=patches,
+        **found.tensors(family),
         sample_keys=tuple(each.key for each in chosen),
         origins=tuple(SampleOrigin(0, 0, number, number) for number in numbers),
         epoch=0,
@@ -172,30 +196,62 @@ def _batch(dataset: VlmDataset, samples: Sequence[Sample], numbers: tuple[int, .
         pack=0,
         family=family,
     )
-    return SampleBatch(batch, numbers, *_rows(batch, chosen, starts))
+    told = tuple(each for number in numbers for each in seconds[number])
+    return SampleBatch(batch, numbers, *_rows(batch, chosen, starts), told)
 
 
-def _image_starts(sample: Sample, image: int, patches_per_token: int) -> list[int]:
-    """First token of each image of a sample. Blocks of placeholders may touch, so their sizes count."""
-    places = np.flatnonzero(sample.input_ids[: sample.length] == image)
-    sizes = sample.image_grid_thw.prod(axis=1) // patches_per_token
-    return [int(places[first]) for first in (np.cumsum(sizes) - sizes).tolist()]
+class _Items:
+    """The images and videos of a batch, apart, each in order."""
+
+    def __init__(self) -> None:
+        self._grids: dict[str, list[tuple[int, int, int]]] = {IMAGE: [], VIDEO: []}
+        self._starts: dict[str, list[int]] = {IMAGE: [], VIDEO: []}
+        self._patches: dict[str, list[npt.NDArray[np.uint8]]] = {IMAGE: [], VIDEO: []}
+        self._blocks: list[int] = []
+
+    def add(self, sample: Sample, start: int, family: Family, tokens: Mapping[str, int]) -> None:
+        """Takes the items of a sample that begins at a token."""
+        blocks = Blocks.of(family, [(item.kind, item.grid) for item in sample.items], tokens)
+        starts = (start + blocks.locate(sample.input_ids[: sample.length])).tolist()
+        begins, at = [*blocks.firsts.tolist(), len(starts)], 0
+        for item, (first, last) in zip(sample.items, pairwise(begins), strict=True):
+            self._grids[item.kind].append(item.grid)
+            self._starts[item.kind].append(starts[first])
+            self._blocks += starts[first:last] if item.kind == VIDEO else []
+            rows = sample.patches[at : at + item.rows]
+            copies = family.temporal_patch_size if item.kind == VIDEO else 1
+            self._patches[item.kind].append(np.repeat(rows, copies // item.copies, axis=0))
+            at += item.rows
+
+    def tensors(self, family: Family) -> dict[str, Any]:
+        """The fields of the batch."""
+        none = np.zeros((0, family.patch_bytes), np.uint8)
+        found: dict[str, Any] = {}
+        for kind, patches in ((IMAGE, "patches"), (VIDEO, "video_patches")):
+            if kind == VIDEO and not self._grids[kind]:
+                continue
+            grids = torch.tensor(self._grids[kind], dtype=torch.long).reshape(-1, 3)
+            found[f"{kind}_grid_thw"], found[f"{kind}_indices"] = grids, torch.arange(len(grids))
+            found[f"{kind}_starts"] = torch.tensor(self._starts[kind], dtype=torch.long)
+            found[patches] = torch.from_numpy(np.concatenate([none, *self._patches[kind]]))
+        if self._blocks:
+            found["video_block_starts"] = torch.tensor(self._blocks, dtype=torch.long)
+        return found
 
 
 def _rows(
     batch: PackedBatch, samples: Sequence[Sample], starts: list[int]
 ) -> tuple[tuple[SampleSpans, ...], dict[str, int]]:
     assert batch.labels is not None
-    totals = dict.fromkeys(("token", "patch", "merged", "image", "target"), 0)
+    units = [unit for each in UNITS_OF.values() for unit in each]
+    totals = dict.fromkeys(("token", *units, "target"), 0)
     found = []
     for sample, start, stop in zip(samples, starts, starts[1:], strict=False):
-        patches = int(sample.image_grid_thw.prod(axis=1).sum())
-        counts = {
-            "patch": patches,
-            "merged": patches // batch.family.patches_per_token,
-            "image": len(sample.image_grid_thw),
-            "target": int((batch.labels[0, start:stop] != IGNORE_INDEX).sum()),
-        }
+        counts = {"target": int((batch.labels[0, start:stop] != IGNORE_INDEX).sum())}
+        for kind, (patch, merged, item) in UNITS_OF.items():
+            grids = [each.grid for each in sample.items if each.kind == kind]
+            counts[patch] = sum(int(np.prod(grid)) for grid in grids)
+            counts[merged], counts[item] = counts[patch] // batch.family.patches_per_token, len(grids)
         spans = {"token": (start, start + sample.length)}
         spans |= {name: (totals[name], totals[name] + count) for name, count in counts.items()}
         found.append(SampleSpans(sample.key, spans))

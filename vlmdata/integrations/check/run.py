@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Bench:
         """Computes a sample alone, by the reference."""
         if not self.plain:
             return self._run(self.checked.alone or self.checked.forward, data, listener)
-        return self._run(self._plain_forward, data, listener)
+        return self._run(partial(self._plain_forward, seconds=data.seconds), data, listener)
 
     def recorded(self, data: SampleBatch) -> Alone:
         """Computes a sample alone, and records all tensors.
@@ -108,16 +109,23 @@ class Bench:
             raise ForwardError(f"{type(error).__name__}: {error}") from error
         return outcome_of(found, batch)
 
-    def _plain_forward(self, batch: PackedBatch) -> dict[str, Any]:
+    def _plain_forward(self, batch: PackedBatch, seconds: Sequence[float]) -> dict[str, Any]:
         """The forward pass of transformers for one sample, which computes its positions by itself."""
         inner = self.inner
         assert batch.input_ids is not None
         inner.model.rope_deltas = None
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": torch.ones_like(batch.input_ids)}
+        ids, kinds = batch.input_ids, inner.config
+        if len(batch.host.image_grid_thw) or batch.video_grid_thw is not None:
+            inputs["mm_token_type_ids"] = (ids == kinds.image_token_id).int() + 2 * (ids == kinds.video_token_id).int()
         if len(batch.host.image_grid_thw):
-            inputs["mm_token_type_ids"] = (batch.input_ids == inner.config.image_token_id).int()
             inputs["image_grid_thw"] = batch.image_grid_thw
             inputs["pixel_values"] = batch.pixel_values(inner.model.visual.dtype)
+        if batch.video_grid_thw is not None:
+            inputs["video_grid_thw"] = batch.video_grid_thw
+            inputs["pixel_values_videos"] = batch.pixel_values_videos(inner.model.visual.dtype)
+            if kinds.model_type == "qwen2_5_vl":
+                inputs["second_per_grid_ts"] = torch.tensor(seconds, device=ids.device)
         return {"logits": inner(**inputs, use_cache=False, logits_to_keep=targets_of(batch)).logits}
 
 

@@ -67,7 +67,9 @@ def filling_workers(
 ) -> Workers[FillJob, Filled]:
     """Returns worker processes that fill buffers; see :class:`vlmdata.workers.Workers`."""
     prepare = partial(_prepare, tuple(datasets), verify)
-    return Workers(prepare, count, method=method, max_deaths=_MAX_DEATHS, start_now=start_now)
+    # A server of processes imports this once; otherwise each worker would, for seconds and with memory of its own.
+    preload = [__name__]
+    return Workers(prepare, count, method=method, preload=preload, max_deaths=_MAX_DEATHS, start_now=start_now)
 
 
 def _prepare(datasets: Sequence[DatasetShards], verify: Verify) -> Callable[[FillJob], Filled]:

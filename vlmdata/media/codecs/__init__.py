@@ -25,6 +25,8 @@ from vlmdata.wording import excerpt
 
 #: The codec of items in ``patches.npy``: patches as they are.
 RAW = "raw"
+#: The codec of videos, unless another is given.
+ZSTD = "zstd"
 #: Codecs by name. To add one, add a file here with a constant ``CODEC``, and a line below.
 REGISTRY = Registry[ItemCodec](
     "codec",
@@ -33,7 +35,7 @@ REGISTRY = Registry[ItemCodec](
     fault_of_codec,
     {
         RAW: "vlmdata.media.codecs.raw:CODEC",
-        "zstd": "vlmdata.media.codecs.zstd:CODEC",
+        ZSTD: "vlmdata.media.codecs.zstd:CODEC",
         "jxl": "vlmdata.media.codecs.jxl:CODEC",
         "source": "vlmdata.media.codecs.source:CODEC",
     },
@@ -45,6 +47,7 @@ __all__ = [
     "RAW",
     "REGISTRY",
     "VIDEO",
+    "ZSTD",
     "Grid",
     "Item",
     "ItemCodec",

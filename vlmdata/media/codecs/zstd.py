@@ -1,8 +1,9 @@
-"""Planes of an image, transformed for better compression, with Zstandard level 1 (docs/decisions/0006).
+"""Planes of an image or of a video's frames, transformed for better compression, with Zstandard level 1.
 
-An image with three equal channels stores only one. Otherwise green and blue are stored as differences to the previous
+An item with three equal channels stores only one. Otherwise green and blue are stored as differences to the previous
 channel. If worthwhile, each row of pixels is stored as its difference to the row above, in bands of one row of tokens:
-the rows of a band are restored together, which numpy does at memory speed. All differences are modulo 256.
+the rows of a band are restored together, which numpy does at memory speed. A frame of a video is stored as its
+difference to the frame before if that is smaller. All differences are modulo 256 (docs/decisions/0006 and 0090).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vlmdata.media.codecs.base import Item, ItemShape, cut_picture, picture_size
 
 _LEVEL = 1
 #: Bits of the first stored byte.
-_GREY, _PREDICTED = 1, 2
+_GREY, _PREDICTED, _FRAMES = 1, 2, 4
 #: Prediction takes time to undo, so it must save at least this share of the bytes.
 _LEAST_SAVING = 0.1
 #: One of this many bands is compressed both ways to decide.
@@ -28,10 +29,18 @@ Planes = npt.NDArray[np.uint8]
 """(C, H, W)"""
 Bands = npt.NDArray[np.uint8]
 """(C, bands, rows per band, W)"""
+Frames = npt.NDArray[np.uint8]
+"""(C, N, H, W)"""
+Changes = npt.NDArray[np.bool_]
+"""(N,), which frames are stored as differences to the frame before; never the first."""
 
 
 class Zstd:
-    """Format: one byte of flags, then a Zstandard frame of planes (channels, H, W)."""
+    """Format: one byte of flags, then a Zstandard frame of planes (channels, H, W), frames one below the other.
+
+    If some frames are differences to the frame before, bits that tell which precede the Zstandard frame, the first
+    frame in the lowest bit.
+    """
 
     name = "zstd"
     summary = "lossless and fast to decode, 2 to 8 times smaller than raw"
@@ -47,28 +56,37 @@ class Zstd:
         """Compresses the planes."""
         planes = _differences_of_channels(item.picture())
         flags = _GREY if len(planes) == 1 else 0
-        bands = _bands(planes, item.family.factor)
-        if _pays(bands[:, ::_TRIAL_STRIDE]):
-            bands, flags = _predicted(bands), flags | _PREDICTED
-        return bytes([flags]) + _compress(bands)
+        stored, band = planes, item.family.factor
+        if _pays(_bands(planes, band)[:, ::_TRIAL_STRIDE]):
+            stored, flags = _predicted(_bands(planes, band)).reshape(planes.shape), flags | _PREDICTED
+        changes = _take_changes(_frames(stored, item.shape), _frames(planes, item.shape), band)
+        if not changes.any():
+            return bytes([flags]) + _compress(stored)
+        told = np.packbits(changes, bitorder="little").tobytes()
+        return bytes([flags | _FRAMES]) + told + _compress(stored)
 
     def decode(self, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8]) -> None:
         """Decompresses the planes, undoes the differences, and splits the image into patches in ``out``.
 
         Raises:
-            ValueError: If the flags are not those of this codec.
-            OSError: If the frame is damaged or does not contain exactly this image; no more than that is allocated.
+            ValueError: If the flags are not those of this codec, or do not fit the item.
+            OSError: If the frame is damaged or does not contain exactly this item; no more than that is allocated.
         """
         import pyarrow as pa
 
         view = memoryview(stored).cast("B")
         flags = view[0]
-        if flags & ~(_GREY | _PREDICTED):
+        if flags & ~(_GREY | _PREDICTED | _FRAMES):
             raise ValueError(f"its flags are {flags:#x}, which this version of vlmdata does not know")
+        changes, begin = _told_changes(view[1:], shape) if flags & _FRAMES else None, 1
+        if changes is not None:
+            begin += -(-len(changes) // 8)
         size = (1 if flags & _GREY else CHANNELS, *picture_size(shape, family))
-        frame = pa.decompress(view[1:], decompressed_size=int(np.prod(size)), codec="zstd")
+        frame = pa.decompress(view[begin:], decompressed_size=int(np.prod(size)), codec="zstd")
         planes = np.frombuffer(frame, np.uint8).reshape(size)
-        if flags & _PREDICTED:
+        if changes is not None:
+            _undo_changes(_frames(planes, shape), changes, family.factor if flags & _PREDICTED else 0)
+        elif flags & _PREDICTED:
             _undo_prediction(planes, family.factor)
         for channel in range(1, len(planes)):
             planes[channel] += planes[channel - 1]
@@ -100,6 +118,49 @@ def _undo_prediction(planes: Planes, band: int) -> None:
     rows = _bands(planes, band)
     for row in range(1, band):
         rows[:, :, row] += rows[:, :, row - 1]
+
+
+def _frames(planes: Planes, shape: ItemShape) -> Frames:
+    """Returns a view of the frames of an item."""
+    channels, height, width = planes.shape
+    count = shape.grid[0] * shape.copies
+    return planes.reshape(channels, count, height // count, width)
+
+
+def _take_changes(stored: Frames, frames: Frames, band: int) -> Changes:
+    """Replaces the frames in ``stored`` that are smaller as differences to the frame before. Returns which.
+
+    ``frames`` has them as they are, and may be the same memory.
+    """
+    changes = np.zeros(frames.shape[1], np.bool_)
+    for number in range(len(changes) - 1, 0, -1):  # the frame before is needed as it is
+        change = frames[:, number] - frames[:, number - 1]
+        here, there = (_bands(each, band)[:, ::_TRIAL_STRIDE] for each in (stored[:, number], change))
+        if len(_compress(there)) < len(_compress(here)):
+            stored[:, number], changes[number] = change, True
+    return changes
+
+
+def _told_changes(told: memoryview, shape: ItemShape) -> Changes:
+    """Reads which frames are differences.
+
+    Raises:
+        ValueError: If the item has not these frames.
+    """
+    count = shape.grid[0] * shape.copies
+    bits = np.unpackbits(np.frombuffer(told[: -(-count // 8)], np.uint8), bitorder="little").view(np.bool_)
+    if len(bits) < count or bits[0] or bits[count:].any():
+        raise ValueError(f"it tells changes of other frames than the {count} of the item")
+    return bits[:count]
+
+
+def _undo_changes(frames: Frames, changes: Changes, band: int) -> None:
+    """Restores frames; whole ones have predicted rows if ``band`` is not 0."""
+    for number, changed in enumerate(changes.tolist()):
+        if changed:
+            frames[:, number] += frames[:, number - 1]
+        elif band:
+            _undo_prediction(frames[:, number], band)
 
 
 def _pays(sample: Bands) -> bool:

@@ -48,26 +48,29 @@ _SECONDS_TO_DESCRIBE = 10.0
 _MOST_SHARED_FAILURES = 3
 
 
-#: Why connecting failed, in gRPC's words, if asking again cannot help, and the remedy.
-_LASTING = {
+#: Why connecting failed, in gRPC's words, if the server's certificate or its absence is the cause; and the remedy.
+_OF_CERTIFICATES = {
     "wrong version number": "this server speaks clear text: use grpc:// instead of grpc+tls://",
     "certificate verify failed": "give the authority of its certificate (tls_ca), or that of this client (tls_cert)",
     "is not in peer certificate": "name the server as its certificate does",
 }
-#: The same, if the cause may be in the caller's settings.
-_REMEDIES = _LASTING | {
+#: The same, if the cause may be in the caller's settings. Asking again can help.
+_OF_SETTINGS = {
     "Expected SETTINGS frame": "this port speaks no gRPC: is it that of --metrics-port, or of another program?",
     "Socket closed": "does the server have a certificate? Then use grpc+tls://, and tls_cert if it wants yours",
 }
 
 
 class ServerLostError(Exception):
-    """A server is gone, overloaded, draining or too slow. Another one, or the same one later, can answer."""
+    """A server is gone, overloaded, draining or too slow. Another one, or the same one later, can answer.
 
-    @property
-    def has_remedy(self) -> bool:
-        """Whether the message says what the caller can do."""
-        return any(remedy in str(self) for remedy in _REMEDIES.values())
+    Attributes:
+        has_remedy: Whether the message says what the caller can do.
+    """
+
+    def __init__(self, message: str, remedy: str | None = None):
+        super().__init__(message if remedy is None else f"{message} ({remedy})")
+        self.has_remedy = remedy is not None
 
 
 class CertificateError(ServerLostError):
@@ -270,9 +273,7 @@ class Connection:
                 f"server {self.server}: the token was refused. Put a valid one into the file of service_token_file."
             )
         self._maps.clear()  # it may be gone, and its memory with it
-        message = f"server {self.server}: {_brief(error)}"
-        lasting = any(remedy in message for remedy in _LASTING.values())
-        return CertificateError(message) if lasting else ServerLostError(message)
+        return lost(self.server, error)
 
 
 def _bytes(chunk: Any) -> Bytes:
@@ -321,10 +322,19 @@ def _read(path: Any, option: str) -> bytes | None:
         raise UsageError(f"{option} {path}: cannot be read: {error.strerror}") from error
 
 
-def _brief(error: Exception) -> str:
-    """Returns the message without gRPC's debug context, and with a remedy if there is one."""
+def lost(server: Server, error: Exception) -> ServerLostError:
+    """Returns the error of a lost server from one of Flight, without gRPC's debug context.
+
+    Flight raises one class for all failures to connect, and gRPC gives their causes only as text. So this is the one
+    place that reads the text. If gRPC's words change, the remedy is missing, and a client asks a server whose
+    certificate is wrong until its time is over.
+    """
     text = str(error).partition(". gRPC client debug context")[0].strip()
     text = (text.partition("with message: ")[2] or text).partition(". Detail: ")[0] or type(error).__name__
-    remedies = _REMEDIES if "failed to connect" in text else {}
-    remedy = next((remedy for part, remedy in remedies.items() if part in text), None)
-    return text if remedy is None else f"{text} ({remedy})"
+    message = f"server {server}: {text}"
+    if "failed to connect" in text:
+        for kind, remedies in ((CertificateError, _OF_CERTIFICATES), (ServerLostError, _OF_SETTINGS)):
+            for words, remedy in remedies.items():
+                if words in text:
+                    return kind(message, remedy)
+    return ServerLostError(message)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 from vlmdata.errors import UsageError
 from vlmdata.loader.config import DEFAULT_VERIFY
 from vlmdata.machine import available_cores
+from vlmdata.options import OptionHelp
 from vlmdata.service.address import DEFAULT_PORT, is_loopback
 from vlmdata.storage.choices import Verify
 
@@ -16,56 +18,48 @@ GIB = 1 << 30
 #: The part of the memory that is for plans.
 _PLANS = 1 / 4
 
+_network = partial(OptionHelp, panel="Network")
+_limit = partial(OptionHelp, panel="Limits")
+_security = partial(OptionHelp, panel="Security")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Options of a server, validated on construction.
 
-    Attributes:
-        host: Address to listen on.
-        port: Port; 0 means a free one.
-        workers: Processes that read and decode.
-        memory: Bytes of all packs (being made, cached, or being sent) and plans. A quarter is for plans.
-        ahead: Batches that are made for each rank before it asks; at most a third of the memory for packs. 0 for none.
-        verify: Checks of stored bytes and pixels, as in :class:`vlmdata.loader.config.Reading`.
-        timeout: Seconds for a pack to be made before the query fails.
-        stall: Seconds without progress after which the answer to a slow client gives up its memory if others need it.
-        max_calls: Queries at the same time.
-        rate: Queries a second per client machine; bursts of twice as many are allowed.
-        token_file: File with the valid tokens, one on each line. It is read again when it changes.
-        tls_cert: Certificate, PEM.
-        tls_key: Its private key, PEM.
-        tls_client_ca: Authorities whose certificates clients must present, PEM (mutual TLS).
-        insecure: Allow clear text over the network.
-        metrics_port: Port for ``/metrics`` and ``/healthz`` over HTTP, on ``host``; 0 means a free one, None means
-            none.
-        drain: Seconds for queries under way to end when the server is stopped.
-        cache_dir: Folder for shards of remote datasets. They are kept in the folder ``vlmdata-cache`` in it.
-        cache_bytes: Largest size of these shards in bytes.
-
     Raises:
         UsageError: If options are incompatible, or clients or tokens would be exposed to a network.
     """
 
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    workers: int = 0
-    memory: int = 4 * GIB
-    ahead: int = 2
-    verify: Verify = DEFAULT_VERIFY
-    timeout: float = 120.0
-    stall: float = 10.0
-    max_calls: int = 256
-    rate: float = 2000.0
-    token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    insecure: bool = False
-    metrics_port: int | None = None
-    drain: float = 30.0
-    cache_dir: Path | None = None
-    cache_bytes: int = 100 * GIB
+    host: Annotated[str, _network("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _network("Port; 0 means a free one.")] = DEFAULT_PORT
+    metrics_port: Annotated[
+        int | None, _network("Port for /metrics (Prometheus) and /healthz, on the same host; 0 means a free one.")
+    ] = None
+    workers: Annotated[
+        int, _limit("Processes that read and decode; 0 means one per core.", flags=("--workers", "-j"))
+    ] = 0
+    #: In bytes. It holds packs that are made, cached or sent; a quarter is for plans.
+    memory: Annotated[int, _limit("Memory of all packs and plans, such as 500M or 4G.", typed="4G")] = 4 * GIB
+    #: They take at most a third of the memory for packs.
+    ahead: Annotated[int, _limit("Batches to make for each rank before it asks; 0 for none.")] = 2
+    #: Bursts of twice as many are allowed.
+    rate: Annotated[float, _limit("Queries a second per client machine.")] = 2000.0
+    verify: Annotated[Verify, _limit(f"Checks: {', '.join(get_args(Verify))}.")] = DEFAULT_VERIFY
+    stall: Annotated[
+        float, _limit("Seconds after which a client that does not read loses its place if others wait.")
+    ] = 10.0
+    drain: Annotated[float, _limit("Seconds for answers under way when the server is stopped.")] = 30.0
+    #: They are kept in the folder ``vlmdata-cache`` in it.
+    cache_dir: Annotated[Path | None, _limit("Folder for shards of remote datasets.")] = None
+    cache_bytes: int = 100 * GIB  # largest size of these shards
+    timeout: float = 120.0  # seconds for a pack to be made before the query fails
+    max_calls: int = 256  # queries at the same time
+    token_file: Annotated[Path | None, _security("Valid tokens, one on each line; read again when it changes.")] = None
+    tls_cert: Annotated[Path | None, _security("Certificate, PEM.")] = None
+    tls_key: Annotated[Path | None, _security("Its private key, PEM.")] = None
+    tls_client_ca: Annotated[Path | None, _security("Authorities whose certificates clients must present, PEM.")] = None
+    insecure: Annotated[bool, _security("Allow clear text and no token on a network.", flags=("--insecure",))] = False
 
     def __post_init__(self) -> None:
         if self.workers == 0:

@@ -28,7 +28,7 @@ from model.families.qwen3_vl.build import build_model
 from model.families.qwen3_vl.names import parameter_maps
 from model.network.settings import ModelSettings
 from model.parallel.exchange import exchange_rows
-from model.weights.mapping import load_from_hf
+from model.weight_names.table import load_from_hf
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

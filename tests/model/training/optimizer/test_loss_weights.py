@@ -50,7 +50,7 @@ def references(one_process: None, data: Path) -> dict[str, tuple[StepOutcome, di
 def test_loss_and_gradients_are_those_of_a_plain_computation(one_process: None, data: Path) -> None:
     """Of transformers' model and a weighted mean, sample by sample."""
     from model.families.qwen3_5.names import parameter_maps
-    from model.weights.mapping import hf_names
+    from model.weight_names.table import hf_names
 
     outcome = train_step(PLAIN, data)
     found = whole_gradients(PLAIN, data, [outcome])

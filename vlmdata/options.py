@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import partial
 from typing import Any, get_args, get_type_hints
 
 
@@ -18,14 +17,7 @@ class OptionHelp:
     flags: tuple[str, ...] = ()  # its flags; by default the name
     metavar: str | None = None  # stands for its value on the help page; None for the type
     shown_default: str | bool = True  # stands for the default on the help page; True for the value, False for nothing
-
-
-#: Options under the headings of the help page.
-data_option = partial(OptionHelp, panel="Data")
-text_option = partial(OptionHelp, panel="Text and targets")
-image_option = partial(OptionHelp, panel="Images")
-video_option = partial(OptionHelp, panel="Videos")
-run_option = partial(OptionHelp, panel="Run")
+    typed: str | None = None  # the default as text, of an option whose text the command parses: ``4G``
 
 
 @dataclass(frozen=True)

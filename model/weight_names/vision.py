@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from model.architecture import VisionArchitecture
-from model.weights.mapping import ParameterMap, SourceTensor, only, same
+from model.weight_names.table import ParameterMap, SourceTensor, only, same
 
 #: Name prefix of the tower's tensors.
 VISUAL = "model.visual."

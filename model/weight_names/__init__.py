@@ -1,0 +1,1 @@
+"""Weight name tables: which Hugging Face tensors form which parameter. Families list their entries with these."""

@@ -1,0 +1,55 @@
+"""The drawn clips: a folder as users have it, from which the command makes a dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from preprocess.demo import clips
+from preprocess.demo.chat import demo_conversation
+from preprocess.demo.clips import write_demo_clips
+from preprocess.recipes.chat import Chat
+from preprocess.recipes.media import MediaLoader
+from preprocess.row import Row
+from vlmdata.media.video import read_contents, sample_video
+
+
+def _collecting(frames: list[np.ndarray], *_: object) -> Callable[[int, np.ndarray], None]:
+    return lambda _, pixels: frames.append(pixels.copy())
+
+
+def test_clips_and_chats_are_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clips, "SECONDS", 1)
+    chats = write_demo_clips(tmp_path / "one", 3)
+    files = sorted((tmp_path / "one" / "clips").iterdir())
+    assert sorted(each.suffix for each in files) == [".mkv", ".mp4", ".webm"]
+    rows = [json.loads(line) for line in chats.read_text().splitlines()]
+    shown = []
+    for number, row in enumerate(rows):
+        conversation = Chat(Chat.Options(), MediaLoader(str(tmp_path / "one"), False))(Row(number, row))
+        (video,) = conversation.media
+        assert isinstance(video.data, bytes)
+        contents, frames = read_contents(video.data), list[np.ndarray]()
+        assert (len(contents), contents.rate) == (clips.RATE, clips.RATE)
+        sample_video(video.data, lambda each: np.arange(len(each)), partial(_collecting, frames))
+        # A camera that moves over a drawn receipt: neither empty nor still.
+        assert min(float(each.std()) for each in frames) > 10
+        assert float(np.abs(frames[0].astype(int) - frames[-1]).mean()) > 2
+        part = next(p for message in row["messages"] for p in message["content"] if p["type"] == "video")
+        shown.append(int(Path(part["video"]).stem.removeprefix("receipt-")))
+    # Each conversation is the one about the receipt that its clip shows.
+    for row, receipt in zip(rows, shown, strict=True):
+        number = next(n for n in range(20) if demo_conversation(n)[1] == (receipt,))
+        told = [part["text"] for each in row["messages"] for part in each["content"] if part["type"] == "text"]
+        parts = [part for each in demo_conversation(number)[0] for part in each["content"]]
+        assert told == [part["text"] for part in parts if part["type"] == "text"]
+    write_demo_clips(tmp_path / "two", 2)
+    for file in files:
+        again = tmp_path / "two" / "clips" / file.name
+        assert not again.exists() or again.read_bytes() == file.read_bytes()
+    assert len(list((tmp_path / "two" / "clips").iterdir())) == 2
