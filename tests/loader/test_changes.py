@@ -117,9 +117,10 @@ def test_a_schedule_is_kept_across_resumes(chat: Path, receipts: Path) -> None:
         assert loader.state_dict()["known_steps"] == state["known_steps"]
 
 
-def test_a_schedule_begins_in_mid_run(chat: Path, receipts: Path) -> None:
-    """Its steps are those of the run."""
-    _, state = after(3, [chat, receipts])
+@pytest.mark.parametrize("begun", [{}, {"schedule": [Change(1, None, seed=8)]}])
+def test_a_schedule_begins_in_mid_run(chat: Path, receipts: Path, begun: dict[str, Any]) -> None:
+    """Its steps are those of the run, which had another schedule before, or none."""
+    _, state = after(3, [chat, receipts], **begun)
     later = {"schedule": [Change(2, Blend("epochs", (1, 0))), Change(4, Blend("epochs", (0, 1)))]}
     with stream([chat, receipts], parts=(), **later) as loader:
         loader.load_state_dict(state, change=True)
