@@ -9,6 +9,7 @@ import json
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ def write_demo_clips(folder: Path, clips: int = CLIPS, seed: int = 0) -> Path:
         seed: Another seed draws other receipts.
     """
     (folder / "clips").mkdir(parents=True, exist_ok=True)
-    rows, row = [], 0
+    rows, row = list[dict[str, Any]](), 0
     while len(rows) < clips:
         messages, shown = demo_conversation(row, seed)
         row += 1
@@ -64,6 +65,7 @@ def _encode(path: Path, codec: str, receipt: Image.Image) -> None:
     # Without "bitexact", WebM and Matroska have random numbers.
     with av.open(str(path), "w", options={"fflags": "bitexact"}) as out:
         stream = out.add_stream(codec, rate=Fraction(RATE))
+        assert isinstance(stream, av.VideoStream)
         (stream.width, stream.height), stream.pix_fmt = _size(receipt), "yuv420p"
         stream.codec_context.thread_count = 1
         stream.options = {"preset": "veryfast", "crf": "23"} if codec == "libx264" else {"cpu-used": "8", "crf": "30"}
