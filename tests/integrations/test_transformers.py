@@ -322,7 +322,8 @@ class TestLinearAttention:
 
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", kernel)
         monkeypatch.setattr(delta_net, "_convolution_kernel", lambda: convolve)
-        with packed(together), packed(tiny_model(model_type)):
+        with packed(together):
+            packed(tiny_model(model_type)).remove()
             seen.clear()
             losses = token_losses(together, batch)
             losses.sum().backward()
