@@ -29,6 +29,7 @@ OWN_OPTIONS = st.dictionaries(st.text("abc", min_size=1), st.text("xyz="))
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "family": st.sampled_from(sorted(FAMILIES)),
     "pixels": st.sampled_from([RAW, "zstd"]),
+    "video_pixels": st.sampled_from([RAW, "zstd"]),
     "recipe_option": OWN_OPTIONS,
     "engine_option": OWN_OPTIONS,
     "allow_private_host": st.lists(HOST).map(tuple),
