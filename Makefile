@@ -83,7 +83,7 @@ explore: .venv/.stamp-compiled
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m tests.explore --minutes $(MINUTES) $(TESTS)
 
 # An environment for each trainer, of some GB, in build/adapters.
-adapters: | $(filter .uv/bin/uv,$(UV))
+adapters: | .venv/bin/python
 	$(PY) -m tests.integrations.adapters --uv "$(UV)" $(NAMES)
 
 check: .venv/.stamp-dev

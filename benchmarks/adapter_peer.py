@@ -6,8 +6,9 @@ r"""transformers' own model, padded with Liger's kernels as users train it, besi
 Datasets of one name hold the same rows, preprocessed for each family; each preset takes the one of its family. All ways
 run in one process, one after the other:
 
-- padded: batches padded to their longest sample, drawn at random, of several sizes up to the largest that fits, found
-  by trying; the fastest counts;
+- padded: batches padded to their longest sample, drawn at random, of the largest size that fits, found by trying, and
+  of the half of it; the faster counts;
+- padded, by length: the same with batches of samples of similar length, as with ``group_by_length`` of the `Trainer`;
 - padded, Liger: the same with Liger's RMSNorm, SwiGLU and fused linear cross-entropy;
 - packs: full packs of the same samples through ``vlmdata.integrations.transformers``, of --capacity tokens, the first
   that fits;
@@ -90,24 +91,29 @@ class PackStep(PeerStep):
 
 def time_padded(
     model: torch.nn.Module, architecture: Architecture, dataset: VlmDataset, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Figures of padded batches of the fastest size; smaller ones if batches of other lengths do not fit."""
+) -> dict[str, dict[str, Any]]:
+    """Figures of padded batches of the fastest size, at random and by length; smaller ones if others do not fit."""
     step = PeerStep(model)
     count = largest_batch(step, dataset, options)
-    found: dict[str, Any] = {"batch": 0, "tokens_per_second": 0.0}
-    for share in SHARES:
-        size, timing = int(count * share), {"tokens_per_second": -1.0}
-        while size:
-            emptied()
-            try:
-                timing = time_batches(step, architecture, dataset, size, steps_of(dataset, size, options))
-                break
-            except torch.OutOfMemoryError:
-                step.optimizer.zero_grad(set_to_none=True)
-                size -= 1
-        print(f"    padded, batch {size}: {timing['tokens_per_second']:,.0f} tokens/s", flush=True)
-        found = max(found, timing, key=lambda each: float(each["tokens_per_second"]))
-    return found
+    found: dict[str, dict[str, Any]] = {}
+    for name, by_length in (("", False), (", by length", True)):
+        tried: dict[int, float] = {}
+        for share in SHARES:
+            size = max(1, int(count * share))
+            while size and size not in tried:
+                emptied()
+                try:
+                    timing = time_batches(
+                        step, architecture, dataset, size, steps_of(dataset, size, options), by_length
+                    )
+                except torch.OutOfMemoryError:
+                    step.optimizer.zero_grad(set_to_none=True)
+                    size -= 1
+                    continue
+                tried[size] = timing["tokens_per_second"]
+                if tried[size] == max(tried.values()):
+                    found[name] = timing | {"tried": tried, "largest": count}
+    return found or {"": {"batch": 0}}
 
 
 def steps_of(dataset: VlmDataset, count: int, options: argparse.Namespace) -> argparse.Namespace:
@@ -118,7 +124,7 @@ def steps_of(dataset: VlmDataset, count: int, options: argparse.Namespace) -> ar
 
 def time_packs(
     model: torch.nn.Module, architecture: Architecture, dataset: VlmDataset, options: argparse.Namespace
-) -> dict[str, Any]:
+) -> dict[str, dict[str, Any]]:
     """Figures of full packs, of the first capacity that fits."""
     step, flops = PackStep(model), spec_of(architecture).step_flops(architecture, False, ())
     for capacity in options.capacity:
@@ -140,8 +146,8 @@ def time_packs(
         found = figures(seconds, counts, slots, losses) | {"batch": f"packs of {capacity:,}"}
         if options.profile:
             write_profile(step, batches[0], options)
-        return found
-    return {"batch": 0}
+        return {"": found}
+    return {"": {"batch": 0}}
 
 
 def write_profile(step: PackStep, batch: Any, options: argparse.Namespace) -> None:
@@ -161,8 +167,8 @@ def dataset_for(name: str, kind: str, options: argparse.Namespace) -> VlmDataset
     return next((each for each in found if each.manifest.model_family.name == preset(name).data_family), None)
 
 
-def measure(way: str, name: str, dataset: VlmDataset, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of a way of a preset."""
+def measure(way: str, name: str, dataset: VlmDataset, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of a way of a preset, by what is added to its name."""
     tokenizer, architecture = dataset.manifest.tokenizer, preset(name)
     if architecture.language.vocab_size < tokenizer.vocab_size or DEVICE.type == "cpu":
         architecture = architecture.with_vocabulary(tokenizer)
@@ -171,7 +177,7 @@ def measure(way: str, name: str, dataset: VlmDataset, options: argparse.Namespac
     model = peer_of(architecture, checkpointing=False)
     if "Liger" in way:
         with_liger(model)
-    timing: Callable[..., dict[str, Any]] = time_padded if way.startswith("padded") else time_packs
+    timing: Callable[..., dict[str, dict[str, Any]]] = time_padded if way.startswith("padded") else time_packs
     return timing(model, architecture, dataset, options)
 
 
@@ -232,8 +238,9 @@ def main() -> None:
             continue
         begun = time.monotonic()
         options.label = "-".join(filter(None, [label, name, kind]))
-        ways[way] = measure(way, name, dataset, options) | {"way_seconds": time.monotonic() - begun}
-        print(f"  {name} {kind} {way}: {json.dumps(ways[way])}", flush=True)
+        for more, timing in measure(way, name, dataset, options).items():
+            ways[way + more] = timing | {"way_seconds": time.monotonic() - begun}
+            print(f"  {name} {kind} {way}{more}: {json.dumps(ways[way + more])}", flush=True)
         stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
         stem.with_suffix(".md").write_text(
             report(about, "transformers' model on packs, beside padded batches", WAYS[1])

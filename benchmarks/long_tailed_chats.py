@@ -19,7 +19,12 @@ FAMILIES = ("qwen3_5", "qwen3_vl")
 #: Of the natural logarithm of a chat's number of words.
 MEAN, DEVIATION = 5.7, 1.1
 LONGEST = 6000
-WORDS = ["the", "of", "and", "to", "in", "that", "is", "was", "for", "it", "with", "as", "his", "on", "be", "at", "by", "had", "are", "but", "from", "or", "have", "an", "they", "which", "one", "you", "were", "all", "her", "she", "there", "would", "their", "we", "him", "been", "has", "when", "who", "will", "no", "more", "if", "out", "so", "up", "said", "what", "its", "about", "than", "into", "them", "can", "only", "other", "time", "new", "some", "could", "these", "two", "may", "first", "then", "do", "any", "like", "my", "now", "over", "such", "our", "man", "me", "even", "most", "made", "after", "also", "did", "many", "off", "before", "must", "well", "back", "through", "years", "much", "where", "your", "way", "down", "should", "because"]
+WORDS = """
+the of and to in that is was for it with as his on be at by had are but from or have an they which one you were all
+her she there would their we him been has when who will no more if out so up said what its about than into them can
+only other time new some could these two may first then do any like my now over such our man me even most made after
+also did many off before must well back through years much where your way down should because
+""".split()  # noqa: SIM905
 
 
 def chats(count: int, seed: int = 0) -> list[dict[str, object]]:

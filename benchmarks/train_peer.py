@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 STARTED = time.monotonic()
@@ -199,17 +200,36 @@ def time_peer(
 
 
 def time_batches(
-    step: PeerStep, architecture: Architecture, dataset: VlmDataset, count: int, options: argparse.Namespace
+    step: PeerStep,
+    architecture: Architecture,
+    dataset: VlmDataset,
+    count: int,
+    options: argparse.Namespace,
+    by_length: bool = False,
 ) -> dict[str, Any]:
-    """Figures of transformers' model with batches of so many samples."""
-    order = np.random.default_rng(0).permutation(len(dataset)).tolist()
-    chosen = [list(itertools.islice(itertools.cycle(order), i * count, (i + 1) * count)) for i in range(options.steps)]
+    """Figures of transformers' model with batches of so many samples, at random or of similar length."""
+    order = np.random.default_rng(0).permutation(len(dataset))
+    if by_length:
+        order = grouped(order, dataset.index.lengths, count)
+    cycle = order.tolist() * -(-options.steps * count // len(order))
+    chosen = [cycle[i * count : (i + 1) * count] for i in range(options.steps)]
     batches = [padded(dataset, numbers) for numbers in chosen]
     flops = spec_of(architecture).step_flops(architecture, False, ())
     counts = [of_samples(dataset, numbers, flops) for numbers in chosen]
     slots = sum(batch["input_ids"].numel() for batch in batches)
     seconds, losses = timed(step, batches, options)
     return figures(seconds, counts, slots, losses) | {"batch": count, "attention": attention()}
+
+
+def grouped(order: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Sorts each 50 batches of a random order by length, as transformers' sampler does, and mixes the whole batches."""
+    parts = [
+        part[np.argsort(-lengths[part], kind="stable")]
+        for part in np.split(order, range(50 * count, len(order), 50 * count))
+    ]
+    order = np.concatenate(parts)
+    whole = order[: len(order) // count * count].reshape(-1, count)
+    return np.random.default_rng(1).permutation(whole).reshape(-1)
 
 
 def time_ours(

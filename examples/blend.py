@@ -1,4 +1,4 @@
-"""Three sources of chats in one training: shares of tokens, what a pack holds, and a resume in mid-epoch.
+"""Three sources of chats in one training: shares of tokens, a resume in mid-epoch, and another mixture from there on.
 
     python examples/blend.py --out build/blend
 
@@ -82,3 +82,11 @@ with StreamingLoader(data, num_workers=2, **options) as resumed:
     resumed.load_state_dict(state)
     assert [batch.sample_keys for batch in resumed] == rest
 print(f"resumed after 2 packs: the same {len(rest)} packs follow ({len(json.dumps(state))} bytes of state)")
+
+# %% From that step on, no more tables: each dataset continues where it was
+with StreamingLoader(data, **{**options, "blend": Blend("tokens", (0.7, 0, 0.3))}) as changed:
+    changed.load_state_dict(state, change=True)
+    following = [batch for epoch in range(2) for batch in changed]
+used = Counter(NAMES[origin.dataset] for batch in following for origin in batch.origins)
+assert not used["tables"]
+print(f"changed after 2 packs: {used['photos']} photos and {used['reasoning']} texts of reasoning follow")

@@ -112,6 +112,20 @@ class Forked(subprocess.Popen[str]):
                 self._status = -1
 
 
+def run_forked(
+    target: str, *arguments: object, timeout: float = 550, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, as :func:`subprocess.run` does; its outputs are caught."""
+    caught: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    process = Forked(target, [target, *map(str, arguments)], **caught)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 @dataclass
 class _Program:
     """What a forked process does; the server of processes calls ``_bootstrap``."""
@@ -149,20 +163,21 @@ class _Program:
         for file in {*inherited} - {0, 1, 2}:
             os.close(file)
         own._forkserver_address = own._forkserver_alive_fd = own._forkserver_pid = own._inherited_fds = None
-        tracker = resource_tracker._resource_tracker
+        tracker: Any = resource_tracker._resource_tracker
         os.close(tracker._fd)
         tracker._fd = tracker._pid = None
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         util._finalizer_registry.clear()  # type: ignore[attr-defined]
-        util._run_after_forkers()
+        util._run_after_forkers()  # type: ignore[attr-defined]
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
         sys.path[:] = [*filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep)), *filter(None, sys.path)]
         sys.argv = self.arguments
         sys.stdin, sys.stdout, sys.stderr = (_open(number) for number in range(3))
-        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+        for name in ("stdin", "stdout", "stderr"):
+            setattr(sys, f"__{name}__", getattr(sys, name))
         if os.environ.get("PYTHONFAULTHANDLER"):
             faulthandler.enable(sys.stderr)
         _Nursery().install()
@@ -186,7 +201,7 @@ class _Program:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         except BaseException:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
             return 1
         return 0
 
@@ -232,7 +247,7 @@ class _Nursery:
 
     def install(self) -> None:
         """Has the first server of workers be made of the process; another one is started as usual."""
-        util.spawnv_passfds = partial(self._start, util.spawnv_passfds)  # type: ignore[assignment]
+        util.spawnv_passfds = partial(self._start, util.spawnv_passfds)
 
     def _start(self, usual: Any, path: Any, args: Any, passed: Sequence[int]) -> int:
         call = os.fsdecode(args[-1])

@@ -5,29 +5,35 @@ from __future__ import annotations
 import importlib
 import warnings
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from tests.preloading import loaded, settled
 
+LOADING = (
+    "vlmdata.media.decode",
+    "vlmdata.media.resize",
+    "vlmdata.service.server.server",
+    "vlmdata.verify.dataset",
+    "pyarrow.dataset",
+    "rich.progress",
+    "rich.traceback",
+    "tests.forked",
+)
+#: GPU machines, where only loading is tested, may lack what these need.
+PREPROCESSING = (
+    "preprocess.engines.local",
+    "preprocess.run.dataset",
+    "preprocess.demo.dataset",
+    "transformers.models.auto.tokenization_auto",
+    "datasets",
+    "pandas",
+)
+
 with loaded(), warnings.catch_warnings(action="ignore"):
     for point in entry_points(group="vlmdata.commands"):
-        if not point.value.startswith("model"):
+        if point.value.startswith(("vlmdata", "preprocess")):
             point.load()
-    for module in (
-        "preprocess.engines.local",
-        "preprocess.run.dataset",
-        "preprocess.demo.dataset",
-        "vlmdata.media.decode",
-        "vlmdata.media.resize",
-        "vlmdata.service.server.server",
-        "vlmdata.verify.dataset",
-        "transformers.models.auto.tokenization_auto",
-        "datasets",
-        "pandas",
-        "pyarrow.dataset",
-        "rich.progress",
-        "rich.traceback",
-        "tests.forked",
-    ):
+    for module in LOADING + (PREPROCESSING if find_spec("datasets") else ()):
         importlib.import_module(module)
     importlib.import_module("torch").set_num_threads(1)
     settled()

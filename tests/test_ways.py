@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
 from tests.ways import ROOT, WAYS
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -35,8 +34,7 @@ def steps_of(way: str) -> list[Call]:
 
 def first_calls(way: str, out: Path) -> dict[Call, list[Call]]:
     """For each function of the product that the way calls, in order of first calls, the stack of that call."""
-    command = [sys.executable, "-m", "tests.ways", way, str(out)]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    finished = run_forked(str(ROOT / "tests" / "ways.py"), way, out, cwd=ROOT)
     assert finished.returncode == 0, finished.stderr[-4000:]
     lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"call"')]
     return {(line["call"][0], line["call"][1]): [(file, name) for file, name in line["stack"]] for line in lines}

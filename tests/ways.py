@@ -1,4 +1,4 @@
-"""Runs one way through the house and prints which functions of the product it calls: ``python -m tests.ways NAME OUT``.
+"""Runs one way through the house and prints which functions of the product it calls: ``ways.py NAME OUT``.
 
 Each printed line is JSON: the file and the qualified name of a function at its first call, and the product files on
 the stack of that call, outermost first, as ``[file, name]``.

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
 from tests.verify.rewriting import Draft, rewrite_sample
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.inspect import describe_dataset, describe_sample
@@ -160,3 +162,14 @@ def test_an_unusual_share_is_measured_against_the_dataset() -> None:
     index.lengths, index.num_targets = index.lengths[:19], index.num_targets[:19]
     # Too few to have quartiles worth the name: only the absolute bound is left.
     assert IndexFindings(index, FAMILY).low_target_share == MIN_TARGET_SHARE  # type: ignore[arg-type]
+
+
+def test_a_conversation_that_ends_with_a_question_is_a_finding(tmp_path: Path) -> None:
+    asked, answered = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
+    rows = [{"messages": [asked, answered]}, {"messages": [asked, answered, asked]}]
+    dataset = open_dataset(build_dataset(write_jsonl(tmp_path / "chat.jsonl", rows), tmp_path / "chat", recipe="chat"))
+    found = [describe_sample(dataset, str(i)).findings for i in range(2)]
+    assert "unanswered_turn" not in {each.kind for each in found[0]}
+    unanswered = next(each for each in found[1] if each.kind == "unanswered_turn")
+    assert unanswered.tokens is not None
+    assert unanswered.tokens[1] == dataset.index.lengths[1]

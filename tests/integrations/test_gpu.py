@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from model.kernels.configurations import choose_configurations
 from tests.integrations.check import faults
 from tests.integrations.test_transformers import expected_losses, with_images
 from tests.integrations.tiny_models import MODELS, family_of, inputs_of_sample, tiny_model
@@ -39,6 +40,13 @@ Samples = Callable[[str], VlmDataset]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 needs_fla = pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_configurations() -> None:
+    """Else Triton's autotuner compiles 179 configurations of the delta net's kernels, for minutes."""
+    if find_spec("fla") is not None:
+        choose_configurations(128, 128, torch.cuda.get_device_capability())
 
 
 def sizes_of(model_type: str) -> dict[str, int]:
@@ -160,8 +168,7 @@ def waits(model: Any, batch: PackedBatch) -> int:
     return sum("synchroniz" in str(each.message) for each in said)
 
 
-@needs_fla
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=needs_fla)])
 def test_no_layer_waits_for_the_device(model_type: str, packs: Packs) -> None:
     counts = []
     for layers in (2, 6):

@@ -393,8 +393,10 @@ def test_sliding_windows_keep_their_masks(packs: Packs, samples: Samples) -> Non
     assert difference(losses, batch, model_of("qwen2_5_vl"), samples("qwen2_5_vl")) > 100 * TOLERANCE
 
 
-def test_autocast(packs: Packs, samples: Samples) -> None:
-    """Queries and keys are float32 there, and values are not."""
+def test_autocast(packs: Packs, samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys are float32 there, and values are not. Kernels want one dtype."""
+    kinds = set()
+    monkeypatch.setattr(attention, "kernel_for", lambda query, value, dropout: kinds.add((query.dtype, value.dtype)))
     model, batch = tiny_model("qwen3_vl"), with_images(packs("qwen3_vl"))
     exact = expected_losses(model, batch, samples("qwen3_vl")).detach()
     with torch.autocast("cpu", torch.bfloat16):
@@ -402,6 +404,7 @@ def test_autocast(packs: Packs, samples: Samples) -> None:
             rounded = expected_losses(model, batch, samples("qwen3_vl"))
         with packed(model):
             losses = token_losses(model, batch)
+    assert kinds == {(torch.bfloat16, torch.bfloat16)}
     assert losses.dtype == torch.float32
     assert float((losses.detach() - exact).norm()) < 2 * float((rounded - exact).norm())
     losses.sum().backward()

@@ -239,6 +239,6 @@ def test_an_internal_error_is_no_wrong_option(
     monkeypatch.setattr(vlmdata.inspect.run, "describe_step", broken)
     with pytest.raises(KeyError, match="lengths"):
         run("inspect", chat, "--step", "0:0")
-    monkeypatch.setattr("vlmdata.packing.plan.epoch.plan_epoch", broken)
+    monkeypatch.setattr("vlmdata.packing.plan.run.plan_epoch", broken)
     with pytest.raises(KeyError, match="lengths"):
         run("plan", chat)

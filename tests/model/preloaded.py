@@ -11,8 +11,8 @@ import pkgutil
 
 from tests.preloading import loaded, settled
 
-#: Pyarrow imports the first two when an index is read, torch the third for its operators on sharded parameters, and each
-#: process the others to run train.py or to save a checkpoint: 0.7 s of CPU time.
+#: Pyarrow imports the first two when an index is read, torch the third for its operators on sharded parameters, and
+#: each process the others to run train.py or to save a checkpoint: 0.7 s of CPU time.
 LATER = (
     "pyarrow.dataset",
     "pandas",

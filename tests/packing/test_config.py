@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from vlmdata.packing import Blend, CostModel, PlanConfig, config_differences, cost_model
+from vlmdata.packing import Blend, Change, CostModel, PlanConfig, Stage, config_differences, cost_model
 
 
 def test_fingerprint_is_pinned() -> None:
@@ -33,6 +33,8 @@ def test_every_setting_is_in_the_fingerprint() -> None:
         PlanConfig(8192, 32, blend=Blend("epochs", (1,))),
         PlanConfig(8192, 32, balance=False),
         PlanConfig(8192, 32, cost=cost_model("9b")),
+        PlanConfig(8192, 32, schedule=(Change(5, None),)),
+        PlanConfig(8192, 32, earlier=(Stage(base, (0,), 1, 0),)),
     ]
     assert len(changed) == len(PlanConfig.__slots__)
     assert len({config.fingerprint() for config in [base, *changed]}) == len(changed) + 1

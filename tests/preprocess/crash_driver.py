@@ -1,10 +1,10 @@
 """Kills a run at every step it takes on disk. A program of its own, started by ``test_crash_safety.py``.
 
-It loads the libraries once and forks a process for every run, so that hundreds of runs take seconds. In a run that is
+It forks a process for every run, so that hundreds of runs take seconds. In a run that is
 to die, the audit hook of the interpreter counts opens for writing, renames, removals and new folders below the output
 folder, and the process kills itself just before the step of the given number.
 
-Usage: ``python -m tests.preprocess.crash_driver FOLDER SOURCE``.
+Usage: ``crash_driver.py FOLDER SOURCE``.
 """
 
 from __future__ import annotations

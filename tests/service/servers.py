@@ -24,7 +24,6 @@ from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.shared_memory import this_place
 
 
-
 @dataclass
 class Server:
     """A running `vlmdata serve`."""

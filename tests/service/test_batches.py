@@ -22,6 +22,7 @@ from vlmdata.cli.serve import _show_status
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
 from vlmdata.loader.state import Position
+from vlmdata.packing import Change
 from vlmdata.packing import config as plan_config
 from vlmdata.service.address import parse_address
 from vlmdata.service.client.connection import Connection
@@ -178,6 +179,23 @@ def test_one_dataset_of_the_service(server: Server, chat: Path, receipts: Path) 
     ):
         for one, two in zip(local, served, strict=True):
             assert_equal(one, two)
+
+
+def test_a_run_that_changes(server: Server, chat: Path, receipts: Path) -> None:
+    """By hand, and later by its schedule."""
+    with StreamingLoader(receipts, **OPTIONS) as begun:
+        for _ in islice(begun, OPTIONS["global_batch"]):
+            pass
+        state = begun.state_dict()
+    options = {**OPTIONS, "blend": Blend("samples", (1, 2)), "schedule": [Change(2, Blend("epochs", (0, 1)))]}
+    with StreamingLoader([chat, receipts], **options) as local, StreamingLoader(server.url, **options) as served:
+        for loader in (local, served):
+            loader.load_state_dict(state, change=True)
+        for epoch in (1, 2):
+            for one, two in zip(local, served, strict=True):
+                assert_equal(one, two)
+                assert one.epoch == epoch
+        assert local.state_dict()["plan"] == served.state_dict()["plan"]
 
 
 def test_a_run_moves_between_local_and_served_in_mid_epoch(server: Server, chat: Path, receipts: Path) -> None:

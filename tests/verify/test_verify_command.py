@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.preprocess.command_line import run
 from vlmdata.cli.main import main
 
 
@@ -16,14 +16,14 @@ from vlmdata.cli.main import main
 def verify(monkeypatch, capsys):
     """Runs the command in this process; gives exit code, stdout and stderr."""
 
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["vlmdata", "verify", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_of:
             main()
         captured = capsys.readouterr()
         return int(exit_of.value.code or 0), captured.out, captured.err
 
-    return run
+    return call
 
 
 def damage(directory: Path) -> None:
@@ -125,8 +125,6 @@ def test_a_folder_of_datasets_names_them(verify, damaged, tmp_path):
 
 def test_the_command_in_a_process_of_its_own(damaged):
     damage(damaged)
-    run = "from vlmdata.cli.main import main; main()"
-    command = [sys.executable, "-c", run, "verify", str(damaged), "--json"]
-    done = subprocess.run([*command, "-j", "1"], capture_output=True, text=True, timeout=120, check=False)
+    done = run("verify", damaged, "--json", "-j", 1)
     assert done.returncode == 1, done.stderr
     assert {fault["check"] for fault in json.loads(done.stdout)["faults"]} == {"sha256", "tar", "checksum"}

@@ -19,7 +19,7 @@ _FLAGS = {"dp_size": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "s
 _TYPES = {"int": int, "bool": bool, "str": str}
 _PANELS = {"packing": "Packs and steps", "parallelism": "Parallel layout"}
 #: Options that have another form here, or are of one rank.
-_NOT_OFFERED = ("blend", "context_parallel_rank", "vision_ranks", "vision_rank")
+_NOT_OFFERED = ("blend", "schedule", "earlier", "context_parallel_rank", "vision_ranks", "vision_rank")
 #: Defaults, in words, of options that the loader requires but a command does not.
 _FALLBACKS = {
     "capacity": "8192, or room for the longest sample",

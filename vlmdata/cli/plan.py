@@ -16,9 +16,13 @@ from vlmdata.wording import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from vlmdata.format.dataset import VlmDataset
+    from vlmdata.loader.config import LoaderConfig
     from vlmdata.loader.run_record import LoaderChoice
     from vlmdata.packing.plan.estimates import Split
     from vlmdata.packing.plan.report import PlanReport
+    from vlmdata.packing.plan.run import RunPlans
+    from vlmdata.packing.plan.shares import StepShares
 
 
 @with_loader_options("dp_rank", "balance")
@@ -26,9 +30,26 @@ def plan(
     choice: LoaderChoice,
     data: Annotated[
         list[str] | None,
-        typer.Argument(metavar="DIR", help="Dataset directories or fsspec URLs. Default: those of --run."),
+        typer.Argument(
+            metavar="DIR",
+            help="Dataset directories or fsspec URLs, or a mixture file (.toml). Default: those of --run.",
+        ),
     ] = None,
-    epoch: Annotated[int, typer.Option(help="Epoch to plan.")] = 0,
+    epoch: Annotated[
+        int | None, typer.Option(help="Epoch to plan.", show_default="0, or the first one after --continue")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Show the mixture over this many steps, from the epoch on.")
+    ] = None,
+    continued: Annotated[
+        str | None,
+        typer.Option(
+            "--continue",
+            metavar="STATE",
+            help="Plan how a run goes on from here with these data and options: a JSON file of the loader's state, or "
+            "a checkpoint of train.py.",
+        ),
+    ] = None,
     vision_gpus: Annotated[
         int | None, typer.Option(help="Estimate a vision tower on this many GPUs of its own (parallel.vision_gpus).")
     ] = None,
@@ -52,35 +73,33 @@ def plan(
 
     - `vlmdata plan --run runs/cord --capacity 16384` (a run with another capacity)
 
+    - `vlmdata plan mixture.toml --capacity 16384 --steps 5000` (the mixture over 5,000 steps)
+
+    - `vlmdata plan data/cord data/chat data/new --weights 1,0,2 --capacity 16384 --continue
+      runs/cord/checkpoints/step-00001000 --steps 500` (a change of the mixture, before it is made)
+
     **Exit codes**: 0 done; 2 invalid option, no dataset, or a sample that fits no pack.
     """
     from vlmdata.errors import UsageError
     from vlmdata.loader.config import Service
     from vlmdata.loader.data import open_data, require_one_tokenizer
-    from vlmdata.loader.request.index_rows import sample_table
-    from vlmdata.packing.plan.epoch import plan_epoch
     from vlmdata.packing.plan.estimates import split_estimates
     from vlmdata.packing.plan.report import report_plan
+    from vlmdata.packing.plan.shares import shares_over_steps
     from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
 
     places = choice.data(data or [])
     datasets = open_data(places, None, DEFAULT_CACHE_BYTES, Service()).datasets
-    if len(places) < len(datasets):  # a collation service with several
-        places = [dataset.name for dataset in datasets]
     if choice.run is not None and not data:
         choice.run.require_same_data(datasets)
     require_one_tokenizer(datasets)
-    loader_config = choice.config(datasets)
-    config = loader_config.plan_config(datasets[0].family.name)
-    table = sample_table(datasets)
-    offsets = table.dataset_offsets()
-
-    def key_of(sample: int) -> str:
-        dataset = int(table.dataset[sample])
-        return f"{Path(datasets[dataset].name).name}:{datasets[dataset].index.key(sample - int(offsets[dataset]))}"
-
-    planned = plan_epoch(table, config, epoch, key_of)
+    plans, loader_config, first = _plans(choice, places, datasets, continued)
+    if len(places) < len(datasets):  # a mixture file, or a collation service with several
+        places = [dataset.name for dataset in datasets]
+    planned = plans[first if epoch is None else epoch]
+    config, epoch = planned.config, planned.epoch
     report = report_plan(planned, loader_config.parallelism.dp_size or 1)
+    mixture = [] if steps is None else shares_over_steps(plans, epoch, steps)
     splits: Sequence[Split] = ()
     if vision_gpus is not None:
         layout = loader_config.parallelism
@@ -95,20 +114,52 @@ def plan(
             )
     if as_json:
         split = {"splits": [dataclasses.asdict(each) for each in splits]} if splits else {}
-        print(json.dumps({"data": places, "config": config.to_dict(), **report.to_dict(), **split}, indent=2))
+        over = {} if steps is None else {"mixture": [dataclasses.asdict(each) for each in mixture]}
+        values = {"data": places, "config": config.to_dict(), **report.to_dict(), **split, **over}
+        print(json.dumps(values, indent=2))
     else:
-        _print(places, report)
+        _print(places, report, mixture)
         if vision_gpus is not None:
             _print_splits(splits, vision_gpus, gpus)
 
 
-def _print(data: list[str], report: PlanReport) -> None:
+def _plans(
+    choice: LoaderChoice, places: list[str], datasets: Sequence[VlmDataset], continued: str | None
+) -> tuple[RunPlans, LoaderConfig, int]:
+    """Returns the plans of a run, the options, and the epoch with which a continued run begins."""
+    from vlmdata.loader.mixture import mixture_in
+    from vlmdata.loader.request.index_rows import sample_table
+    from vlmdata.loader.state import restore, state_in
+    from vlmdata.packing.plan.run import RunPlans
+
+    table = sample_table(datasets)
+    offsets = table.dataset_offsets()
+    options, mixture = choice.config(datasets, places), mixture_in(places)
+    if mixture is not None:
+        options = mixture.applied(options, table)
+    config, known, first = options.plan_config(datasets[0].family.name), None, 0
+    if continued is not None:
+        fingerprints = tuple((dataset.name, dataset.manifest.fingerprint) for dataset in datasets)
+        found = restore(state_in(continued), options.parallelism.dp_size or 1, fingerprints, config, change=True)
+        config = dataclasses.replace(config, earlier=found.earlier)
+        known, first = found.known, found.position.epoch
+
+    def key_of(sample: int) -> str:
+        dataset = int(table.dataset[sample])
+        return f"{Path(datasets[dataset].name).name}:{datasets[dataset].index.key(sample - int(offsets[dataset]))}"
+
+    return RunPlans(table, config, key_of, known), options, first
+
+
+def _print(data: list[str], report: PlanReport, mixture: Sequence[StepShares]) -> None:
     from vlmdata.cli.console import results
 
     console = results()
     console.print(_table(report))
     if len(data) > 1:
         console.print(_shares(data, report))
+    if mixture:
+        console.print(_over_steps(data, mixture))
 
 
 def _print_splits(splits: Sequence[Split], chosen: int, gpus: int) -> None:
@@ -168,7 +219,23 @@ def _shares(data: list[str], report: PlanReport) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("dataset", "samples", "tokens", "share of tokens", title="blend", title_justify="left")
+    columns = ("dataset", "samples", "tokens", "share of tokens", "share of targets")
+    table = Table(*columns, title="blend", title_justify="left")
     for name, share in zip(data, report.datasets, strict=True):
-        table.add_row(Text(name), f"{share.samples:,}", f"{share.tokens:,}", f"{share.token_share:.1%}")
+        shares = (f"{share.token_share:.1%}", f"{share.target_share:.1%}")
+        table.add_row(Text(name), f"{share.samples:,}", f"{share.tokens:,}", *shares)
+    return table
+
+
+def _over_steps(data: list[str], mixture: Sequence[StepShares]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = ("steps", "dataset", "samples", "share of samples", "of tokens", "of targets")
+    table = Table(*columns, title="mixture over steps of the run, from 0", title_justify="left")
+    for part in mixture:
+        steps = f"{part.first_step:,} to {part.first_step + part.steps - 1:,}"
+        for number, (name, share) in enumerate(zip(data, part.datasets, strict=True)):
+            shares = [f"{each:.1%}" for each in (share.sample_share, share.token_share, share.target_share)]
+            table.add_row("" if number else steps, Text(name), f"{share.samples:,}", *shares)
     return table

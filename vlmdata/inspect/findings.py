@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "no_turn": (Severity.FAULT, "there is no turn, so the tokens are not a conversation"),
     "late_target": (Severity.FAULT, "the targets of an answer start after its first words"),
     "low_target_share": (Severity.WARNING, "unusually few of the tokens are targets"),
+    "unanswered_turn": (Severity.WARNING, "the last turn is the user's, so its tokens teach nothing"),
     "only_end_token": (Severity.WARNING, "an answer whose only target is its end: empty, or masked"),
     "truncated_answer": (Severity.WARNING, "the last answer is truncated, so its end is never learned"),
     "dropped_reasoning": (Severity.WARNING, "the chat template dropped reasoning, so it is not learned"),
@@ -166,7 +167,7 @@ class ContentCheck:
         # The index reports "no_target" for every sample.
         found = [finding(check, message) for check, message in audited if check != "no_target"]
         if 0 < sample.length <= len(sample.input_ids) and not document:
-            found += self._answers(sample)
+            found += self._answers(sample, bool(self.dataset.index.truncated[i]))
         if isinstance(dropped := metadata.get(DROPPED_REASONING), int) and dropped:
             message = f"the chat template dropped the reasoning of {dropped} of the assistant's turns"
             found.append(finding("dropped_reasoning", message))
@@ -179,11 +180,15 @@ class ContentCheck:
             return {}  # `vlmdata verify` reports unreadable metadata
         return metadata if isinstance(metadata, Mapping) else {}
 
-    def _answers(self, sample: Sample) -> Iterator[Finding]:
-        """Finds answers whose targets start too late, or of which only the end is learned."""
+    def _answers(self, sample: Sample, truncated: bool) -> Iterator[Finding]:
+        """Finds answers whose targets start too late, or of which only the end is learned, and missing answers."""
         info = self.dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
-        for turn in find_turns(ids, mask, info, self.texts):
+        turns = find_turns(ids, mask, info, self.texts)
+        if (last := turns[-1]).role == "user" and not truncated:
+            message = f"the last turn, from token {last.start}, is the user's: no answer follows"
+            yield finding("unanswered_turn", message, (last.start, last.stop))
+        for turn in turns:
             if turn.role != "assistant" or not turn.targets:
                 continue
             first = turn.start + int(np.argmax(mask[turn.start : turn.stop] != 0))

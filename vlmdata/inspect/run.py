@@ -25,6 +25,7 @@ from vlmdata.inspect.terminal.sample import print_sample
 from vlmdata.inspect.terminal.trace import print_found, print_row, print_step
 from vlmdata.inspect.tokens import TokenTexts
 from vlmdata.inspect.trace import describe_row, describe_step, found_samples, step_of_run
+from vlmdata.loader.mixture import expanded
 from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
 from vlmdata.storage.open import open_dataset, open_for_loading
 from vlmdata.wording import counted
@@ -147,13 +148,13 @@ class Inspection:
 
     def _datasets(self) -> list[VlmDataset]:
         """Opens datasets for packs and steps. These read only indexes, so URLs work as well as folders."""
-        return [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in self.data]
+        return [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in expanded(self.data)]
 
     def _loader(self, datasets: Sequence[VlmDataset]) -> StreamingLoader:
         """Opens a loader with the chosen options that reads no pixels."""
         from vlmdata.loader.loader import StreamingLoader
 
-        config = self.choice.config(datasets)
+        config = self.choice.config(datasets, self.data)
         if self.choice.run is not None:
             self.choice.run.require_same_data(datasets)
         rank = config.parallelism.dp_rank or 0

@@ -220,7 +220,8 @@ def _facts(index: DatasetIndex, i: int) -> dict[str, Any]:
 
 
 def _pack(loader: StreamingLoader, epoch: int, rank: int, micro_batch: int, number: int) -> StepPack:
-    plan, config = loader.plan(epoch), loader.plan_config
+    plan = loader.plan(epoch)
+    config = plan.config
     if number == EMPTY_PACK:
         tokens = config.capacity if config.pad_to_capacity else config.alignment
         return StepPack(rank, micro_batch, EMPTY_PACK, tokens, 0, 0, ())
@@ -246,7 +247,7 @@ def _uses(loader: StreamingLoader, epoch: int, i: int) -> tuple[RowUse, ...]:
     packs = np.searchsorted(plan.offsets, np.flatnonzero(plan.samples == i), side="right") - 1
     uses = []
     for pack in packs.tolist():
-        step = pack // loader.plan_config.global_batch
+        step = pack // plan.config.global_batch
         if step >= plan.num_steps:
             uses.append(RowUse(epoch, None, None, None, pack))
             continue

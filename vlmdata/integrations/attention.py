@@ -109,7 +109,7 @@ def attend(
     lengths = bounds.diff().tolist() if segments is None else list(segments.lengths)
     pieces = [
         _plain(module, *each, None, scaling=scaling, dropout=dropout, is_causal=causal)[0]
-        for each in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        for each in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
     ]
     return torch.cat(pieces, dim=1), None
 

@@ -52,9 +52,10 @@ def losses_for_logits(head: torch.nn.Module, labels: torch.Tensor) -> Iterator[b
 
 
 def _is_plain(head: torch.nn.Module) -> bool:
-    if type(head) is not torch.nn.Linear or head.bias is not None or type(head.weight) is not torch.nn.Parameter:
+    if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter:
         return False
-    return not (head._forward_pre_hooks or head._forward_hooks or "forward" in vars(head))
+    bias: torch.Tensor | None = head.bias  # None without one, which its annotation does not say
+    return bias is None and not (head._forward_pre_hooks or head._forward_hooks or "forward" in vars(head))
 
 
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    losses: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, labels)
+    losses: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, labels)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -107,4 +108,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _rows(weight: torch.Tensor, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Splits tensors into rows whose logits are computed at once."""
     length = max(1, LOGITS // len(weight))
-    return zip(*(tensor.split(length) for tensor in tensors if len(tensors[0])), strict=True)
+    parts = [torch.split(tensor, length) for tensor in tensors] if len(tensors[0]) else []
+    return zip(*parts, strict=True)

@@ -35,7 +35,7 @@ class SegmentsMask(torch.Tensor):
         """Raises if it is used as a mask."""
         if func in (torch.nn.functional.scaled_dot_product_attention, torch.Tensor.add, torch.Tensor.__add__):
             raise RuntimeError(LATE)
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, eq=False)

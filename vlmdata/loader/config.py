@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY
 from vlmdata.packing.alignment import alignment
-from vlmdata.packing.config import Blend, LastStep, PlanConfig
+from vlmdata.packing.config import Blend, Change, LastStep, PlanConfig, Stage
 from vlmdata.packing.cost import CostModel, chosen_cost
 from vlmdata.storage.choices import DEFAULT_CACHE_BYTES, Fetch, Verify
 
@@ -53,6 +53,8 @@ class Packing:
         blend: Shares of several datasets; None means one pass over each per epoch.
         balance: Whether packs are spread over ranks by estimated cost.
         cost: Cost model, or the name of a model size such as 2b or qwen3-vl-8b. None: the 4b of the dataset's family.
+        schedule: Changes of the blend at later optimizer steps of the run, each a ``Change``.
+        earlier: What the run did with other settings before. A loaded state has it; do not give it.
     """
 
     capacity: int
@@ -66,9 +68,15 @@ class Packing:
     blend: Blend | None = None
     balance: bool = True
     cost: CostModel | str | None = None
+    schedule: Sequence[Change] = ()
+    earlier: Sequence[Stage] = ()
 
     def __post_init__(self) -> None:
         _require_types(self)
+        for name, wanted in (("schedule", Change), ("earlier", Stage)):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if wrong := [each for each in getattr(self, name) if not isinstance(each, wanted)]:
+                raise UsageError(f"{name} has {wrong[0]!r}; it must be a sequence of {wanted.__name__}")
         if not isinstance(self.blend, Blend | None):
             raise UsageError(f"blend is {self.blend!r}; it must be a Blend, such as Blend('tokens', (0.7, 0.3))")
 

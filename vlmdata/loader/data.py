@@ -15,6 +15,7 @@ from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import Reading, Service
 from vlmdata.loader.feed.pipeline import Filler
+from vlmdata.loader.mixture import expanded
 from vlmdata.loader.request.pack_request import RankStream
 from vlmdata.locations import place_of
 from vlmdata.storage.open import open_for_loading
@@ -79,7 +80,7 @@ def open_data(
     options: Service,
     timeout: float = _SECONDS_TO_OPEN,
 ) -> OpenedData:
-    """Opens all data of a loader: folders and fsspec URLs, or datasets of a collation service.
+    """Opens all data of a loader: folders and fsspec URLs, those in a mixture file, or datasets of a service.
 
     ``timeout`` is the seconds for such a service to answer.
 
@@ -88,6 +89,7 @@ def open_data(
         DatasetFormatError: If a dataset is missing or unfinished.
         ResourceError: If the cache cannot be written, or no server answers.
     """
+    locations = expanded(locations)
     places = [place_of(location) for location in locations]
     schemes = [place.partition("://")[0].lower() if "://" in place else "" for place in places]
     served = [scheme in _services() for scheme in schemes]

@@ -24,12 +24,15 @@ from vlmdata.loader.feed.iteration import LoaderDataset, LoaderIterator, OneThre
 from vlmdata.loader.feed.pipeline import Filler
 from vlmdata.loader.feed.session import CurrentSession, LoadedBatch, Session
 from vlmdata.loader.fill.filler import FillerHere, FillerInWorkers
+from vlmdata.loader.mixture import mixture_in
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.request.index_rows import named_samples, sample_table
 from vlmdata.loader.request.pack_request import EpochPlans, PackImages, RankStream
-from vlmdata.loader.state import DamagedSample, Position, SampleId, damaged_in, require_few, restore, saved_state
+from vlmdata.loader.state import DamagedSample, Position, SampleId, require_few, restore, saved_state
 from vlmdata.media.codecs import require_codecs
+from vlmdata.packing.config import Stage
 from vlmdata.packing.plan.epoch import EpochPlan
+from vlmdata.packing.table import SampleTable
 from vlmdata.storage.open import fetched_as_chosen
 
 _log = logging.getLogger("vlmdata.loader.damage")
@@ -66,8 +69,9 @@ class StreamingLoader:
     ``num_workers`` and point of interruption.
 
     Args:
-        data: A dataset directory, an fsspec URL, or several of them; or a collation service
-            (``grpc://host:8815,host2:8815``), which gives all of its datasets, or the one named after a slash.
+        data: A dataset directory, an fsspec URL, or several of them; or a mixture file (``mixture.toml``) that names
+            them and their weights; or a collation service (``grpc://host:8815,host2:8815``), which gives all of its
+            datasets, or the one named after a slash.
         config: The options.
         **options: Options by name, which override those of ``config``. Without ``config``, ``capacity`` and
             ``global_batch`` must be given. :class:`vlmdata.LoaderConfig` lists all of them.
@@ -91,9 +95,11 @@ class StreamingLoader:
         if not isinstance(config, LoaderConfig | None):
             raise UsageError(f"config is {config!r}; it must be a LoaderConfig. Give single options by name")
         self.config = LoaderConfig.of(**options) if config is None else config.with_options(**options)
-        self._data = data
         self._ranks = self._settle_ranks()
         locations = locations_of(data)
+        mixture = mixture_in(locations)
+        locations = locations if mixture is None else list(mixture.locations)
+        self._data = locations
         reading, layout = self.config.reading, self.config.parallelism
         cache = Path(reading.cache_dir) if reading.cache_dir is not None else None
         opened = open_data(locations, cache, reading.cache_bytes, self.config.service, reading.timeout)
@@ -114,9 +120,10 @@ class StreamingLoader:
         if "pixels" in reading.wanted_parts and self._service is None:
             for dataset in self.datasets:
                 require_codecs(dataset.manifest.features)
-        self.plan_config = self.config.plan_config(self.datasets[0].family.name)
-        names = [shards.name for shards in self._shards]
-        self._plans = EpochPlans(sample_table(self.datasets), self.plan_config, self.datasets, names)
+        table = sample_table(self.datasets)
+        if mixture is not None:
+            self.config = mixture.applied(self.config, table)
+        self._plan_with(table, tuple(self.config.packing.earlier))
         self._device = torch.device(reading.device) if reading.device is not None else None
         self._position = Position()
         self._threads = OneThread()
@@ -126,6 +133,13 @@ class StreamingLoader:
         self.stats = LoaderStats()
         self._damaged: tuple[DamagedSample, ...] = ()
         self.plan(0)  # report samples that cannot be packed now, not at the first batch
+
+    def _plan_with(self, table: SampleTable, earlier: tuple[Stage, ...], known: tuple[int, int] | None = None) -> None:
+        """Makes the plans those of a run with this history."""
+        self.config = self.config.with_options(earlier=earlier)
+        self.plan_config = self.config.plan_config(self.datasets[0].family.name)
+        names = [shards.name for shards in self._shards]
+        self._plans = EpochPlans(table, self.plan_config, self.datasets, names, known)
 
     def plan(self, epoch: int | None = None) -> EpochPlan:
         """Returns the plan of an epoch, by default that of the next batch. Keeps the last two."""
@@ -223,22 +237,33 @@ class StreamingLoader:
 
         Between steps it is the same on all data-parallel ranks, so saving one copy is enough.
         """
-        return saved_state(self._position, self.dp_size, self.fingerprints, self.plan_config, self._damaged)
+        config, known, epoch = self.plan_config, None, self._position.epoch
+        if config.schedule:
+            known = (epoch, self._plans.steps_before(epoch))
+            config = self._plans.settled_before(epoch)
+        return saved_state(self._position, self.dp_size, self.fingerprints, config, self._damaged, known)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], change: bool = False) -> None:
         """Continues from a saved state.
 
         Args:
             state: Result of :meth:`state_dict`, from any number of ranks if between steps.
+            change: Whether this loader may have other datasets and another plan (blend, seed, capacity, …) than the
+                one that saved the state. If it has, the run changes there: a new epoch begins, in which each dataset
+                continues with the samples that were used least. Datasets of before must still be given, with weight 0
+                if they are not wanted.
 
         Raises:
             UsageError: If it is no saved state.
-            ConfigMismatchError: If data or plan have changed; lists every difference.
+            ConfigMismatchError: If data or plan have changed; lists every difference. With ``change``: if the state is
+                within a step, or lacks a dataset of before.
         """
-        position = restore(state, self.dp_size, self.fingerprints, self.plan_config)
+        found = restore(state, self.dp_size, self.fingerprints, self.plan_config, change)
         self._session.end()
-        self._position = position
-        self._damaged = self.describe_damaged(damaged_in(state))
+        if found.earlier != self.plan_config.earlier or found.known is not None:
+            self._plan_with(self._plans.table, found.earlier, found.known)
+        self._position = found.position
+        self._damaged = self.describe_damaged(found.damaged)
         self.stats = dataclasses.replace(self.stats, damaged=self._damaged)
 
     def describe_damaged(self, ids: Iterable[SampleId]) -> tuple[DamagedSample, ...]:

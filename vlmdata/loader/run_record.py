@@ -13,9 +13,10 @@ from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.format.atomic import write_atomically
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, Packing, Parallelism, loader_options
+from vlmdata.loader.mixture import mixture_in
 from vlmdata.loader.request.index_rows import default_capacity
 from vlmdata.locations import is_url, place_of
-from vlmdata.packing.config import Blend, config_differences
+from vlmdata.packing.config import Blend, Change, Stage, config_differences
 from vlmdata.packing.cost import CostModel
 
 if TYPE_CHECKING:
@@ -159,7 +160,9 @@ def _find(run: Path) -> Path:
 def _config_of(values: Mapping[str, Any]) -> LoaderConfig:
     packing = dict(values["packing"])
     if packing["blend"] is not None:
-        packing["blend"] = Blend(packing["blend"]["by"], tuple(packing["blend"]["weights"]))
+        packing["blend"] = Blend.from_dict(packing["blend"])
+    packing["schedule"] = [Change.from_dict(each) for each in packing.get("schedule", ())]
+    packing["earlier"] = [Stage.from_dict(each) for each in packing.get("earlier", ())]
     if isinstance(packing["cost"], dict):
         packing["cost"] = CostModel(**packing["cost"])
     return LoaderConfig(Packing(**packing), Parallelism(**values["parallelism"]))
@@ -178,17 +181,19 @@ class LoaderChoice:
             return list(named) if self.run is None or named else list(self.run.data)
         raise UsageError("DIR: give a dataset, or a training run with --run")
 
-    def config(self, datasets: Sequence[VlmDataset]) -> LoaderConfig:
-        """Returns the options for these datasets.
+    def config(self, datasets: Sequence[VlmDataset], places: Sequence[str] = ()) -> LoaderConfig:
+        """Returns the options for these datasets, but for what a mixture file among the places says.
 
-        Without a run, ``capacity`` has room for the longest sample and ``global_batch`` is one pack per rank.
+        A mixture file replaces the blend of a run. Without a run, ``capacity`` has room for the longest sample and
+        ``global_batch`` is one pack per rank.
 
         Raises:
             UsageError: If options are incompatible.
             DatasetFormatError: If there are no samples.
         """
         if self.run is not None:
-            return self.run.config.with_options(**self.given)
+            replaced = {} if mixture_in(places) is None else {"blend": None, "schedule": ()}
+            return self.run.config.with_options(**{**replaced, **self.given})
         given = {"dp_size": 1, **self.given}
         if "capacity" not in given:
             given["capacity"] = default_capacity(datasets)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
-from vlmdata.packing.config import ALGORITHMS, PlanConfig, concerns_assignment, config_differences
+from vlmdata.packing.config import (
+    ALGORITHMS,
+    HISTORY_SETTING,
+    PlanConfig,
+    Stage,
+    concerns_assignment,
+    config_differences,
+    first_epoch,
+)
+from vlmdata.packing.plan.run import settings_at
 from vlmdata.wording import counted
 
 STATE_VERSION = 1
@@ -62,10 +73,12 @@ def saved_state(
     datasets: Sequence[tuple[str, str]],
     plan: PlanConfig,
     damaged: Sequence[DamagedSample],
+    known: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Returns the state as JSON values, of a size that does not depend on the data.
 
     ``datasets`` are name and manifest's fingerprint of each, in order. ``dp_size`` matters only within a step.
+    ``known`` are an epoch and the optimizer steps before it, for a plan with a schedule.
     """
     return {
         "version": STATE_VERSION,
@@ -74,23 +87,88 @@ def saved_state(
         "datasets": [{"name": name, "fingerprint": fingerprint} for name, fingerprint in datasets],
         "plan": plan.to_dict(),
         "damaged": [list(sample.id) for sample in damaged],
+        **({} if known is None else {"known_steps": list(known)}),
     }
 
 
-def damaged_in(state: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Returns the samples that a saved state counts as masked; none for states of earlier versions."""
-    return [(int(dataset), int(index)) for dataset, index in state.get("damaged", ())]
+@dataclass(frozen=True)
+class Restored:
+    """What a loader continues with.
+
+    Attributes:
+        position: Position of the next batch.
+        earlier: What the run did with other settings before.
+        known: An epoch and the optimizer steps before it, if the state has them.
+        damaged: Samples that are masked.
+    """
+
+    position: Position
+    earlier: tuple[Stage, ...]
+    known: tuple[int, int] | None
+    damaged: tuple[SampleId, ...]
 
 
 def restore(
-    state: Mapping[str, Any], dp_size: int, datasets: tuple[tuple[str, str], ...], plan: PlanConfig
-) -> Position:
-    """Returns the position of the result of :func:`saved_state`, if data and plan are unchanged.
+    state: Mapping[str, Any],
+    dp_size: int,
+    datasets: tuple[tuple[str, str], ...],
+    plan: PlanConfig,
+    change: bool = False,
+) -> Restored:
+    """Returns what the result of :func:`saved_state` says, for a loader with these datasets and this plan.
+
+    With ``change``, data and plan may be others than before: the run changes between two steps. It begins a new epoch
+    then, unless one had just ended.
 
     Raises:
         UsageError: If it is no saved state.
-        ConfigMismatchError: Listing every difference.
+        ConfigMismatchError: Listing every difference, or what makes a change impossible.
     """
+    found, values = _read(state), dict(state.get("plan", {}))
+    values.pop(HISTORY_SETTING, None)
+    differences = config_differences(values, replace(plan, earlier=()))
+    position = found.position
+    # Between steps it does not matter which rank ran which pack. Within a step it determines the remaining packs.
+    changed = [line for line in differences if position.micro_batch or not concerns_assignment(line)]
+    saved = [(str(each["name"]), str(each["fingerprint"])) for each in state["datasets"]]
+    if len(saved) != len(datasets):
+        changed.append(f"datasets: {len(saved)} -> {len(datasets)}")
+    for i, ((old_name, old), (name, new)) in enumerate(zip(saved, datasets, strict=False)):
+        # Names are paths and may change; the contents must not.
+        if old != new:
+            changed.append(f"dataset {i} ({old_name}): content {old[:16]} -> {new[:16]} ({name})")
+    if change and changed and not any(line.startswith(ALGORITHMS) for line in changed):
+        return _changed(found, PlanConfig.from_dict(values), saved, datasets)
+    if position.micro_batch and int(state["dp_size"]) != dp_size:
+        changed.append(
+            f"dp_size: {state['dp_size']} -> {dp_size}, within step {position.step} (at micro-batch "
+            f"{position.micro_batch}); it may change only between steps"
+        )
+    if changed:
+        raise _of_another_run(changed)
+    return found
+
+
+def state_in(place: str) -> dict[str, Any]:
+    """Reads a state from a JSON file, or from the ``run.json`` of a checkpoint of train.py.
+
+    Raises:
+        UsageError: If it cannot be read.
+    """
+    path = Path(place)
+    path = path / "run.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text())
+        found: dict[str, Any] = values.get("loader", values)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"{path}: is no state of a loader: {error}") from error
+    return found
+
+
+def _read(state: Mapping[str, Any]) -> Restored:
+    """Returns what a state says; an error if it is none."""
     if not isinstance(state, Mapping):
         raise UsageError(f"the loader state is {state!r:.80}; it must be what state_dict() returned, a dictionary")
     if state.get("version") != STATE_VERSION:
@@ -103,31 +181,74 @@ def restore(
     position = Position(int(state["epoch"]), int(state["step"]), int(state["micro_batch"]))
     if min(position.epoch, position.step, position.micro_batch) < 0:
         raise UsageError(f"the loader state is at {position}; all three count from 0")
-    differences = config_differences(dict(state["plan"]), plan)
-    # Between steps it does not matter which rank ran which pack. Within a step it determines the remaining packs.
-    changed = [line for line in differences if position.micro_batch or not concerns_assignment(line)]
-    saved = [(str(each["name"]), str(each["fingerprint"])) for each in state["datasets"]]
-    if len(saved) != len(datasets):
-        changed.append(f"datasets: {len(saved)} -> {len(datasets)}")
-    for i, ((old_name, old), (name, new)) in enumerate(zip(saved, datasets, strict=False)):
-        # Names are paths and may change; the contents must not.
-        if old != new:
-            changed.append(f"dataset {i} ({old_name}): content {old[:16]} -> {new[:16]} ({name})")
-    if position.micro_batch and int(state["dp_size"]) != dp_size:
-        changed.append(
-            f"dp_size: {state['dp_size']} -> {dp_size}, within step {position.step} (at micro-batch "
-            f"{position.micro_batch}); it may change only between steps"
+    earlier = tuple(Stage.from_dict(each) for each in state["plan"].get(HISTORY_SETTING, ()))
+    known = state.get("known_steps")
+    damaged = tuple((int(dataset), int(index)) for dataset, index in state.get("damaged", ()))
+    return Restored(position, earlier, None if known is None else (int(known[0]), int(known[1])), damaged)
+
+
+def _changed(
+    old: Restored,
+    plan: PlanConfig,
+    saved: Sequence[tuple[str, str]],
+    datasets: Sequence[tuple[str, str]],
+) -> Restored:
+    """Returns what a run continues with that had these settings and datasets until now, and has others from here on.
+
+    Raises:
+        ConfigMismatchError: If it is within a step, or if a dataset is missing whose samples were used.
+    """
+    position, known = old.position, old.known
+    if position.micro_batch:
+        raise ConfigMismatchError(
+            f"the loader state is within step {position.step}, at micro-batch {position.micro_batch}: data and plan "
+            "may change only between steps. Continue without changes to the end of the step"
         )
-    if changed:
-        listed = "\n".join(f"  {line}" for line in changed)
-        remedy = "Restore these, or start a new run."
-        if any(line.startswith("alignment: ") for line in changed):
-            remedy += (
-                " Samples are padded to multiples of the alignment. It follows from tensor parallelism with sequence "
-                "parallelism, from context parallelism and from pad_multiple. If these sizes may change, begin a run "
-                "with a pad_multiple for all of them, such as 16."
+    if position.epoch < first_epoch(old.earlier) or (known is not None and known[0] != position.epoch):
+        raise ConfigMismatchError(
+            f"the loader state is at {position}, before the run's latest change: it cannot change there again"
+        )
+    numbers = _numbers_among(saved, datasets)
+    stages = [replace(each, datasets=tuple(numbers[i] for i in each.datasets)) for each in old.earlier]
+    if (position.epoch, position.step) > (first_epoch(old.earlier), 0):
+        settings = settings_at(plan, known[1] if known is not None else 0)
+        stages.append(Stage(settings, tuple(numbers), position.epoch, position.step))
+    return Restored(
+        position=Position(first_epoch(stages)),
+        earlier=tuple(stages),
+        known=None if known is None else (first_epoch(stages), known[1] + position.step),
+        damaged=tuple((numbers[dataset], index) for dataset, index in old.damaged),
+    )
+
+
+def _numbers_among(saved: Sequence[tuple[str, str]], datasets: Sequence[tuple[str, str]]) -> list[int]:
+    """Returns the number among the present datasets of each one that a state names, by their contents."""
+    numbers: list[int] = []
+    for name, fingerprint in saved:
+        number = next((i for i, (_, new) in enumerate(datasets) if new == fingerprint and i not in numbers), None)
+        if number is None:
+            raise ConfigMismatchError(
+                f"{name}: the run used this dataset (content {fingerprint[:16]}), which is not given any more. Give "
+                "it with weight 0: its index tells what was used, and its shards are not read"
             )
-        if any(line.startswith(ALGORITHMS) for line in changed):
-            remedy += " An algorithm comes with the version of vlmdata: to resume, install the one that began the run."
-        raise ConfigMismatchError(f"the loader state is of another run:\n{listed}\n{remedy}")
-    return position
+        numbers.append(number)
+    return numbers
+
+
+def _of_another_run(changed: Sequence[str]) -> ConfigMismatchError:
+    listed = "\n".join(f"  {line}" for line in changed)
+    remedy = "Restore these, or start a new run."
+    if not any(line.startswith((*ALGORITHMS, "dp_size:")) for line in changed):
+        remedy = (
+            "Restore these, or start a new run. Or let this run change from here on: load_state_dict(state, "
+            "change=True), data.change=true."
+        )
+    if any(line.startswith("alignment: ") for line in changed):
+        remedy += (
+            " Samples are padded to multiples of the alignment. It follows from tensor parallelism with sequence "
+            "parallelism, from context parallelism and from pad_multiple. If these sizes may change, begin a run "
+            "with a pad_multiple for all of them, such as 16."
+        )
+    if any(line.startswith(ALGORITHMS) for line in changed):
+        remedy += " An algorithm comes with the version of vlmdata: to resume, install the one that began the run."
+    return ConfigMismatchError(f"the loader state is of another run:\n{listed}\n{remedy}")

@@ -5,24 +5,28 @@ In reading order: ``plan/`` (epochs of steps of packs), ``bins/one_limit.py`` an
 packs), ``patterns/`` (few ways to fill a pack, used often, and lower bounds).
 """
 
-from vlmdata.packing.config import Blend, PlanConfig, config_differences
+from vlmdata.packing.config import Blend, Change, PlanConfig, Stage, config_differences
 from vlmdata.packing.cost import CostModel, cost_model
 from vlmdata.packing.plan.blend import DatasetShare, passes_per_epoch, realised_shares
 from vlmdata.packing.plan.epoch import EMPTY_PACK, EpochPlan, Pack, check_limits, plan_epoch
 from vlmdata.packing.plan.report import Balance, PlanReport, measure_balance, report_plan
+from vlmdata.packing.plan.run import RunPlans
 from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
 
 __all__ = [
     "EMPTY_PACK",
     "Balance",
     "Blend",
+    "Change",
     "CostModel",
     "DatasetShare",
     "EpochPlan",
     "Pack",
     "PlanConfig",
     "PlanReport",
+    "RunPlans",
     "SampleTable",
+    "Stage",
     "check_limits",
     "concatenate_tables",
     "config_differences",

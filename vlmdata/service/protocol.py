@@ -21,8 +21,7 @@ from vlmdata.context_parallel import Slice
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
 from vlmdata.loader.state import Position
-from vlmdata.packing.config import Blend, PlanConfig, config_differences
-from vlmdata.packing.cost import CostModel
+from vlmdata.packing.config import PlanConfig, config_differences
 from vlmdata.service.shared_memory import SharedPack
 
 #: Version of the protocol. Client and server must have the same.
@@ -36,6 +35,8 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _MAX_DATASETS = 1024
 _MAX_RANKS = 1 << 20
 _MAX_NUMBER = 1 << 40
+#: Changes of settings in a run. Each takes the time of one more plan.
+_MAX_STAGES = 64
 
 
 @dataclass(frozen=True)
@@ -188,15 +189,15 @@ def _batch_query(fields: _Fields) -> BatchQuery:
 
 def _plan_config(values: Mapping[str, Any]) -> PlanConfig:
     """Builds the settings again, and checks that they are the client's, algorithm versions included."""
-    given = {name: value for name, value in values.items() if name not in ("algorithm", "windows_algorithm")}
     try:
         for name in ("balance", "pad_to_capacity"):
-            if type(given.get(name)) is not bool:
+            if type(values.get(name)) is not bool:
                 raise UsageError(f"plan.{name}: not true or false")
-        if (blend := given.get("blend")) is not None:
-            given["blend"] = Blend(blend["by"], tuple(blend["weights"]))
-        given["cost"] = CostModel(**given["cost"])
-        config = PlanConfig(**given)
+        config = PlanConfig.from_dict(values)
+        if len(config.earlier) > _MAX_STAGES:
+            raise UsageError(f"plan.earlier: {len(config.earlier)} earlier settings; servers allow {_MAX_STAGES}")
+        if config.schedule:
+            raise UsageError("plan.schedule: a client asks for settled plans")
         hash(config)  # lists where numbers belong
         differences = config_differences(dict(values), config)
     except UsageError:

@@ -50,7 +50,7 @@ def load_start(
             return 0, [f"weights: random, from seed {config.run.seed}"]
         return 0, load_weights(weights, learner, config, architecture, place)
     state, notes = checkpoints.load(checkpoint, learner)
-    loader.load_state_dict(state.loader)
+    loader.load_state_dict(state.loader, change=config.data.change)
     changes = [f"  {line}" for line in changes_since(state, config.to_dict())]
     said = [f"resumed from {checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
     return state.step, said

@@ -65,10 +65,12 @@ class DataConfig:
     ``workers``, since a step should not wait for its data; and ``pad_to_capacity``, which depends on the device.
 
     Attributes:
-        paths: Dataset directories or URLs, or a collation service (``grpc://host:8815``).
+        paths: Dataset directories or URLs, or a mixture file (``.toml``), or a collation service (``grpc://host:8815``).
         blend: A weight for each dataset, such as [0.7, 0.3]; empty means one pass over each per epoch.
-        blend_by: Meaning of the weights: shares of an epoch's "tokens" or "samples", in any scale, or passes over each
-            dataset per epoch ("epochs", such as [1, 2.5]).
+        blend_by: Meaning of the weights: shares of an epoch's "tokens", "samples" or "targets", in any scale, or passes
+            over each dataset per epoch ("epochs", such as [1, 2.5]).
+        change: Whether a resumed run may have other data, blend, seed or packs than its checkpoint. It then changes
+            there, between two steps, and repeats and skips no sample.
         capacity: Largest number of tokens in a pack.
         global_batch: Packs per optimizer step.
         pad_to_capacity: Make all packs equally long. Unset means only with CUDA, where some kernels are compiled and
@@ -79,7 +81,8 @@ class DataConfig:
 
     paths: tuple[str, ...] = ()
     blend: tuple[float, ...] = ()
-    blend_by: Literal["tokens", "samples", "epochs"] = "tokens"
+    blend_by: Literal["tokens", "samples", "targets", "epochs"] = "tokens"
+    change: bool = False
     capacity: int = DEFAULT_CAPACITY
     global_batch: int = 8
     pad_to_capacity: bool | None = None

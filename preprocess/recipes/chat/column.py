@@ -93,8 +93,13 @@ class FileColumn:
         self._taken += 1
         return f"{self.name}[{number}]", self.files[number]
 
-    def require_all_used(self) -> None:
-        """Checks that every file has its place.
+    @property
+    def is_unmarked(self) -> bool:
+        """Whether there are files, and the row has no place for any."""
+        return bool(self.files) and not self._taken and not self._named
+
+    def require_all_used(self, or_else: str = "") -> None:
+        """Checks that every file has its place. ``or_else`` is a remedy if none has.
 
         Raises:
             RowRejected: The kind's ``mismatch``.
@@ -108,7 +113,8 @@ class FileColumn:
             found = f"{counted(self._taken, f'{noun} placeholder')} in the text"
         raise RowRejected(
             self._kind.mismatch,
-            f"{found} for {counted(count, noun)} in {self.name}; write {self._kind.mark} where each belongs",
+            f"{found} for {counted(count, noun)} in {self.name}; write {self._kind.mark} where each belongs"
+            f"{f', or {or_else}' if or_else and self.is_unmarked else ''}",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from preprocess.conversation import ImagePart
@@ -74,13 +74,18 @@ class RowImages:
             self._keys.note(image, _FILE_KEYS, _FILE_HARMLESS, f"{self.column}[].")
         return self._part(image, field, image)
 
-    def require_all_used(self) -> None:
-        """Checks that every image of the column has its place.
+    def take_unmarked(self) -> Iterator[ImagePart]:
+        """Yields all images of the column, if the row has no place for any."""
+        if self._files.is_unmarked:
+            yield from (self.take(self.column) for _ in self._files.files)
+
+    def require_all_used(self, or_else: str = "") -> None:
+        """Checks that every image of the column has its place. ``or_else`` is a remedy if none has.
 
         Raises:
             RowRejected: IMAGE_COUNT_MISMATCH.
         """
-        self._files.require_all_used()
+        self._files.require_all_used(or_else)
 
     def _part(self, source: Any, field: str, file: Any) -> ImagePart:
         """Loads an image, with the size requested by the row or its file entry (``{"path": …, "max_pixels": …}``)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, ClassVar
 
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.chat.content import ContentOptions, ContentReader
@@ -21,6 +23,26 @@ from preprocess.row import Row
 from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 
+_UNMARKED = "give -O unmarked=first"
+
+
+class Unmarked(StrEnum):
+    """Handling of images and videos of rows that have no place for any of them."""
+
+    REJECT = "reject"
+    FIRST = "first"
+
+
+@dataclass(frozen=True)
+class ChatOptions(ContentOptions):
+    """Options of the recipe."""
+
+    unmarked: Annotated[
+        Unmarked,
+        "Images (or videos) of a row without a mark for any of them: reject the row, or put them before the text of "
+        "the first user turn.",
+    ] = Unmarked.REJECT
+
 
 class Chat:
     """Rows with a list of turns, or with a question and its answer."""
@@ -28,9 +50,9 @@ class Chat:
     needs: ClassVar[str] = "messages, conversations, or a pair such as instruction and output"
     makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
-    Options = ContentOptions
+    Options = ChatOptions
 
-    def __init__(self, options: ContentOptions, media: MediaLoader):
+    def __init__(self, options: ChatOptions, media: MediaLoader):
         self._options, self._media = options, media
 
     @staticmethod
@@ -48,11 +70,22 @@ class Chat:
         images, videos = RowImages(values, self._media, keys), RowVideos(values, self._media, keys)
         reader = ContentReader(form.turns, images, self._options.stray_marks, keys, videos)
         messages = tuple(_message(turn, reader, keys) for turn in form.turns)
-        images.require_all_used()
-        videos.require_all_used()
+        if self._options.unmarked is Unmarked.FIRST:
+            messages = _with_first(messages, images, videos)
+        images.require_all_used(_UNMARKED)
+        videos.require_all_used(_UNMARKED)
         refuse_box_marks(values, messages)
         tools = read_tools(values, keys)
         return Conversation(messages, tools, row_weight(values), keys.harmless, keys.unknown)
+
+
+def _with_first(messages: tuple[Message, ...], images: RowImages, videos: RowVideos) -> tuple[Message, ...]:
+    """Puts images and videos that have no place before the text of the first user turn, if there is one."""
+    number = next((i for i, message in enumerate(messages) if message.role == "user"), None)
+    if number is None:
+        return messages
+    parts = (*images.take_unmarked(), *videos.take_unmarked(), *messages[number].parts)
+    return (*messages[:number], replace(messages[number], parts=parts), *messages[number + 1 :])
 
 
 def _message(turn: RowTurn, reader: ContentReader, keys: KeyLog) -> Message:

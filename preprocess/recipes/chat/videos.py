@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from preprocess.conversation import VideoPart
@@ -86,13 +86,18 @@ class RowVideos:
         field, file = self._files.take(where, index, remedy)
         return self._part(file, field, f"{self.column}[].", {})
 
-    def require_all_used(self) -> None:
-        """Checks that every video of the column has its place.
+    def take_unmarked(self) -> Iterator[VideoPart]:
+        """Yields all videos of the column, if the row has no place for any."""
+        if self._files.is_unmarked:
+            yield from (self.take(self.column) for _ in self._files.files)
+
+    def require_all_used(self, or_else: str = "") -> None:
+        """Checks that every video of the column has its place. ``or_else`` is a remedy if none has.
 
         Raises:
             RowRejected: VIDEO_COUNT_MISMATCH.
         """
-        self._files.require_all_used()
+        self._files.require_all_used(or_else)
 
     def _part(self, file: Any, field: str, place: str, options: Mapping[str, Any]) -> VideoPart:
         """Loads a video, or the frames of one, with what its item and its file entry request.

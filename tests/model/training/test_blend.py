@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,13 @@ def test_a_run_goes_on_with_its_weights_only(one_process: None, two: list[str], 
     saved = out / "checkpoints" / "step-00000002" / "config.toml"
     with pytest.raises(ConfigMismatchError, match=r"blend.weights: .*0.25, 0.75.* -> .*0.5, 0.5"):
         trained(load_config(saved, ["data.blend=[0.5, 0.5]", "run.steps=4"]), resume=True)
+    changed = tmp_path / "changed"
+    shutil.copytree(out, changed)
+    other = ["data.blend=[1, 0]", "data.change=true", "run.steps=3", f"run.out={changed}"]
+    trained(load_config(saved, other), resume=True)
+    state = json.loads((changed / "checkpoints" / "step-00000003" / "run.json").read_text())["loader"]
+    assert (state["epoch"], state["step"]) == (1, 1)
+    assert [(stage["epoch"], stage["step"]) for stage in state["plan"]["earlier"]] == [(0, 2)]
     trained(load_config(saved, ["run.steps=4"]), resume=True)
     assert [(line["loss"], line["tokens"]) for line in steps_of(out)] == [
         (line["loss"], line["tokens"]) for line in steps_of(tmp_path / "whole")

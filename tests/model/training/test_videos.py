@@ -67,13 +67,13 @@ def test_a_run_learns_resumes_and_exports(family: str, preset: str, one_process:
     from model.weights.convert import to_hf
 
     data = clips(tmp_path, family)
-    options = {"model__preset": preset, "data__eval_paths": [str(data)], "data__max_patches": None}
+    options = {"model__preset": preset, "data__eval_paths": [str(data)], "data__max_patches": None, "run__steps": 4}
     train_here(tmp_path / "whole", data, **options)
-    train_here(tmp_path / "parts", data, run__steps=2, **options)
+    train_here(tmp_path / "parts", data, **options | {"run__steps": 2})
     train_here(tmp_path / "parts", data, resume=True, **options)
     assert exact(tmp_path / "parts") == exact(tmp_path / "whole")
     lines = steps_of(tmp_path / "whole")
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
     assert all(line["videos"] > 1 and line["images"] > 0 for line in lines)
     (checkpoint,) = (tmp_path / "whole" / "checkpoints").glob("step-*")
     to_hf(checkpoint, tmp_path / "hf")

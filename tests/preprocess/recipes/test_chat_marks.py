@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preprocess.recipes.chat import Chat
 from preprocess.recipes.chat.content import StrayMarks
+from preprocess.recipes.chat.recipe import Unmarked
+from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, seen, user
 from vlmdata.reasons import Reason
 
@@ -128,3 +132,30 @@ def test_images_named_by_items_must_be_as_many_as_in_a_column_that_repeats_them(
 def test_placeholders_numbered_out_of_order(index: Any) -> None:
     row = {"messages": user([{"type": "image", "index": index}]), "images": [b"a", b"b"]}
     check_rejected(row, COUNT, r"content\[0\]\.index is .*, but placeholders take the images of images in order")
+
+
+class TestUnmarked:
+    """``--recipe-option unmarked=first``."""
+
+    def made(self, values: dict[str, Any]) -> list[tuple[str, list[str]]]:
+        media = MediaLoader(None, allow_urls=False)
+        return seen(Chat(Chat.Options(unmarked=Unmarked.FIRST), media)(Row(0, values)))
+
+    def test_images_come_before_the_first_question(self) -> None:
+        turns = [{"role": "system", "content": "Be brief."}, *user("What?"), *user("And?")]
+        shown = self.made({"messages": turns, "images": [b"a", b"b"]})
+        assert shown[:2] == [("system", ["Be brief."]), ("user", ["[a]", "[b]", "What?"])]
+        assert [parts for _, parts in shown[2:]] == [["yes"], ["And?"], ["yes"]]
+
+    def test_rows_with_marks_stay_as_they_are(self) -> None:
+        for row in forms("What is <image>?"):
+            assert self.made({**row, "images": [b"a"]})[0] == ("user", ["What is ", "[a]", "?"])
+        items = {"messages": user([{"type": "text", "text": "?"}, {"type": "image"}]), "images": [b"a"]}
+        assert self.made(items)[0] == ("user", ["?", "[a]"])
+
+    def test_fewer_marks_than_images_are_still_a_mismatch(self) -> None:
+        with pytest.raises(RowRejected, match="1 image placeholder in the text for 2 images in images"):
+            self.made({"messages": user("<image>?"), "images": [b"a", b"b"]})
+
+    def test_the_rejection_names_the_option(self) -> None:
+        check_rejected({"messages": user("?"), "images": [b"a"]}, COUNT, "belongs, or give -O unmarked=first$")

@@ -1,6 +1,6 @@
 """Kills a recoding at every step it takes on disk. A program of its own, started by ``test_recode.py``.
 
-Usage: ``python -m tests.preprocess.recode.crash_driver FOLDER``.
+Usage: ``crash_driver.py FOLDER``.
 """
 
 from __future__ import annotations

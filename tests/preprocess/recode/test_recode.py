@@ -6,8 +6,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from rich.console import Console
 import vlmdata
 from preprocess.recode.run import recode_dataset
 from tests.conftest import tree_bytes
+from tests.forked import ROOT, run_forked
 from tests.format.as_earlier import as_earlier
 from tests.preprocess.command_line import Ended, environment
 from tests.preprocess.recode.rows import build, write_source
@@ -199,9 +198,8 @@ class TestJoined:
 
 
 def test_dying_at_any_step_on_disk_leaves_no_trace_in_the_result(in_memory: Path) -> None:
-    driver = [sys.executable, "-W", "ignore", "-m", "tests.preprocess.recode.crash_driver", str(in_memory)]
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(driver, cwd=root, env=environment(), capture_output=True, text=True, timeout=550)
+    driver = ROOT / "tests" / "preprocess" / "recode" / "crash_driver.py"
+    done = run_forked(str(driver), in_memory, env=environment())
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 25
 

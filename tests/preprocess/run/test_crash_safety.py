@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
+from tests.forked import ROOT, run_forked
 from tests.preprocess.command_line import (
     SMALL_IMAGES,
     alive,
@@ -290,9 +290,8 @@ def test_dying_at_any_step_on_disk_leaves_no_trace_in_the_result(tmp_path: Path,
     rows = [cord_row(n) for n in range(4)]
     rows[3]["ground_truth"] = "{"
     source = write_cord_parquet(tmp_path / "source" / "train.parquet", rows)
-    driver = [sys.executable, "-W", "ignore", "-m", "tests.preprocess.crash_driver", str(place / "steps"), str(source)]
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(driver, cwd=root, env=environment(), capture_output=True, text=True, timeout=550)
+    driver = ROOT / "tests" / "preprocess" / "crash_driver.py"
+    done = run_forked(str(driver), place / "steps", source, env=environment())
     assert done.returncode == 0, done.stderr
     steps, deaths = map(int, done.stdout.split())
     assert steps > 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from preprocess.run.dataset import RunResult, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import cord_row, encoded_image, tree_bytes, write_cord_parquet
+from tests.forked import Forked
 from tests.loader.helpers import assert_same, epoch_of
 from tests.object_store import ObjectStore, forget_file_systems
 from tests.preprocess.command_line import SMALL_IMAGES, Ended, environment
@@ -108,15 +108,10 @@ def test_has_the_bytes_of_one_on_disk_and_is_read_alike(
         make(source, f"{object_store.url}/full")
 
 
-_KILLED = """
-import sys
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
-from tests.preprocess.run.test_object_store import CONFIG, PART
-from vlmdata.storage import upload
-upload.PART_BYTES = PART
-preprocess_dataset(open_source(sys.argv[1]), sys.argv[2], CONFIG)
-"""
+def program() -> None:
+    """Preprocesses ``SOURCE PLACE`` in a process of its own, with small parts of uploads."""
+    upload.PART_BYTES = PART
+    make(Path(sys.argv[1]), sys.argv[2])
 
 
 def test_killed_in_the_middle_of_an_upload_is_continued(
@@ -132,8 +127,7 @@ def test_killed_in_the_middle_of_an_upload_is_continued(
         return None
 
     proxy.trouble = hold_back
-    root = Path(__file__).resolve().parents[3]
-    with subprocess.Popen([sys.executable, "-c", _KILLED, str(source), place], cwd=root, env=environment()) as process:
+    with Forked(f"{__name__}:program", ["program", str(source), place], env=environment()) as process:
         try:
             assert reached.wait(120)
         finally:

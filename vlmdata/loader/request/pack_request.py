@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,13 @@ from vlmdata.loader.request.index_rows import IndexedPack, IntArray, indexed_pac
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.image_owners import image_owners, step_owners
-from vlmdata.packing.plan.epoch import EpochPlan, plan_epoch
+from vlmdata.packing.plan.epoch import EpochPlan
+from vlmdata.packing.plan.run import RunPlans
 from vlmdata.packing.table import SampleTable
 
 _ALIGN = 64
 #: numpy has no bfloat16: its bits are integers of the same size.
 _DTYPES: Mapping[Pixels, str] = {"uint8": "|u1", "bfloat16": "<i2", "float32": "<f4"}
-#: The current epoch and the next one, for prefetching.
-_KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -154,17 +153,38 @@ def _arrays(
 
 
 class EpochPlans:
-    """Plans by epoch, computed on first use. Keeps the most recently used. Thread-safe: a thread feeds the workers."""
+    """:class:`~vlmdata.packing.plan.run.RunPlans` of datasets, thread-safe: a thread feeds the workers."""
 
-    def __init__(self, table: SampleTable, config: PlanConfig, datasets: Sequence[VlmDataset], names: Sequence[str]):
-        self.config = config
-        name_of = partial(key_of, table=table, datasets=datasets, names=names)
-        self._plan = lru_cache(_KEPT)(partial(plan_epoch, table, config, key_of=name_of))
+    def __init__(
+        self,
+        table: SampleTable,
+        config: PlanConfig,
+        datasets: Sequence[VlmDataset],
+        names: Sequence[str],
+        known: tuple[int, int] | None = None,
+    ):
+        self.table = table
+        self._runs = RunPlans(table, config, partial(key_of, table=table, datasets=datasets, names=names), known)
         self._lock = threading.Lock()  # an epoch is planned once, whoever asks
+
+    @property
+    def config(self) -> PlanConfig:
+        """Settings without a schedule, which make the same plans as far as these are made."""
+        return self._runs.config
 
     def __getitem__(self, epoch: int) -> EpochPlan:
         with self._lock:
-            return self._plan(epoch)
+            return self._runs[epoch]
+
+    def steps_before(self, epoch: int) -> int:
+        """Returns the optimizer steps of the run before an epoch. Plans the epochs before, if it must."""
+        with self._lock:
+            return self._runs.steps_before(epoch)
+
+    def settled_before(self, epoch: int) -> PlanConfig:
+        """Returns the given settings, with changes that were made before an epoch among the earlier ones."""
+        with self._lock:
+            return self._runs.settled_before(epoch)
 
 
 @dataclass(frozen=True, eq=False)

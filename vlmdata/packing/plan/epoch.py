@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,9 +13,10 @@ from vlmdata.errors import UsageError
 from vlmdata.packing.alignment import aligned
 from vlmdata.packing.arrays import IntArray, offsets_of, ranges
 from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
-from vlmdata.packing.config import PlanConfig
+from vlmdata.packing.config import PlanConfig, first_epoch
 from vlmdata.packing.plan.balance import balanced, in_order
-from vlmdata.packing.plan.blend import epoch_passes
+from vlmdata.packing.plan.blend import epoch_passes, usable_samples
+from vlmdata.packing.plan.history import Uses, datasets_of, stage_of, used_before
 from vlmdata.packing.plan.windows import Windows, make_windows
 from vlmdata.packing.seeding import derive_key, permutation
 from vlmdata.packing.table import SampleTable
@@ -184,15 +185,23 @@ class EpochPlan:
 
 
 def plan_epoch(
-    table: SampleTable, config: PlanConfig, epoch: int, key_of: Callable[[int], str] | None = None
+    table: SampleTable,
+    config: PlanConfig,
+    epoch: int,
+    key_of: Callable[[int], str] | None = None,
+    used: Uses | None = None,
 ) -> EpochPlan:
     """Plans an epoch. A pure function of its arguments, with equal results on every machine.
 
+    An epoch before ``config.first_epoch`` is planned with the earlier settings. The epoch in which they changed ends
+    there.
+
     Args:
         table: The samples.
-        config: The settings.
+        config: The settings, without a schedule (:class:`vlmdata.packing.plan.run.RunPlans` has one).
         epoch: From 0.
         key_of: Returns a sample's key by table position, for error messages.
+        used: The result of :func:`uses_before`, to save its time; None computes it.
 
     Returns:
         The plan.
@@ -203,8 +212,67 @@ def plan_epoch(
     """
     if epoch < 0:
         raise UsageError(f"epoch is {epoch}; epochs count from 0")
+    if config.schedule:
+        raise UsageError("a plan of one epoch has no schedule: RunPlans settles it")
+    earlier = config.earlier
+    number = stage_of(earlier, epoch)
+    if number == len(earlier):
+        used = uses_before(table, config) if used is None else used
+        return _plan_stage(table, config, epoch, config.first_epoch, used, key_of)
+    stage = earlier[number]
+    part, positions = datasets_of(table, stage.datasets)
+    before = used_before(table, earlier[:number], _samples_until)
+    first = first_epoch(earlier[:number])
+    plan = _plan_stage(part, stage.config, epoch, first, None if before is None else before[positions])
+    if epoch == stage.epoch:
+        plan = until_step(plan, stage.step)
+    return replace(plan, table=table, samples=positions[plan.samples].astype(np.int32))
+
+
+def uses_before(table: SampleTable, config: PlanConfig, known: tuple[int, Uses | None] = (0, None)) -> Uses | None:
+    """Returns the uses of each sample before ``config.first_epoch``, int32 (n,); None if that is 0.
+
+    ``known`` are the uses in the first earlier stages, and the number of these.
+    """
+    return used_before(table, config.earlier, _samples_until, known)
+
+
+def until_step(plan: EpochPlan, step: int) -> EpochPlan:
+    """Returns the first steps of a plan, at least one.
+
+    Raises:
+        UsageError: If the plan does not have so many whole steps: it is that of other data or settings.
+    """
+    packs = step * plan.config.global_batch
+    if packs > plan.num_packs:
+        raise UsageError(f"the run changed at step {step} of epoch {plan.epoch}, which has {plan.num_steps} steps")
+    offsets = plan.offsets[: packs + 1]
+    return replace(
+        plan,
+        samples=plan.samples[: offsets[-1]],
+        repeats=plan.repeats[: offsets[-1]],
+        offsets=offsets,
+        window_offsets=np.unique(np.minimum(plan.window_offsets, packs)),
+    )
+
+
+def _samples_until(
+    table: SampleTable, config: PlanConfig, epoch: int, first: int, used: Uses | None, step: int
+) -> npt.NDArray[np.int32]:
+    return until_step(_plan_stage(table, config, epoch, first, used), step).samples
+
+
+def _plan_stage(
+    table: SampleTable,
+    config: PlanConfig,
+    epoch: int,
+    first: int,
+    used: Uses | None,
+    key_of: Callable[[int], str] | None = None,
+) -> EpochPlan:
+    """Plans an epoch with these settings, which the run has from epoch ``first`` on, after these uses of samples."""
     check_limits(table, config, key_of)
-    passes = epoch_passes(table, config.blend, config.seed, epoch)
+    passes = epoch_passes(table, config.blend, config.seed, epoch - first, used)
     if not passes:
         raise UsageError(
             f"epoch {epoch} has no samples: {counted(len(table), 'sample')} in total, blend {config.blend}"
@@ -220,7 +288,7 @@ def plan_epoch(
 
 
 def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int], str] | None = None) -> None:
-    """Raises an error for samples that fit no pack, with their number and the first ten.
+    """Raises an error for samples of the blend that fit no pack, with their number and the first ten.
 
     ``key_of`` returns a sample's key by table position; without it, positions are shown.
 
@@ -229,21 +297,32 @@ def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int],
     """
     lengths = aligned(table.lengths, config.alignment)
     usable = config.capacity // config.alignment * config.alignment
+    wanted = _wanted(table, config)
     _refuse(
-        np.flatnonzero(lengths > usable),
+        np.flatnonzero(wanted & (lengths > usable)),
         f"longer than capacity {config.capacity} at alignment {config.alignment} ({counted(usable, 'usable token')})",
         lambda i: f"{counted(int(table.lengths[i]), 'token')}, {lengths[i]:,} aligned",
-        f"raise capacity to at least {int(lengths.max(initial=0))}",
+        f"raise capacity to at least {int(lengths[wanted].max(initial=0))}",
         key_of,
     )
     if config.max_patches is not None:
         _refuse(
-            np.flatnonzero(table.num_patches > config.max_patches),
+            np.flatnonzero(wanted & (table.num_patches > config.max_patches)),
             f"with more than {counted(config.max_patches, 'vision patch')} (max_patches)",
             lambda i: counted(int(table.num_patches[i]), "patch"),
-            f"raise max_patches to at least {int(table.num_patches.max(initial=0))}",
+            f"raise max_patches to at least {int(table.num_patches[wanted].max(initial=0))}",
             key_of,
         )
+
+
+def _wanted(table: SampleTable, config: PlanConfig) -> npt.NDArray[np.bool_]:
+    """Returns the samples that some epoch uses, bool (n,): those that the blend allows, of datasets with a weight."""
+    if config.blend is None:
+        return np.ones(len(table), np.bool_)
+    found = np.zeros(len(table), np.bool_)
+    for weight, samples in zip(config.blend.weights, usable_samples(table, config.blend), strict=True):
+        found[samples] = weight > 0
+    return found
 
 
 def _refuse(

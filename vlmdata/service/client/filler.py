@@ -229,11 +229,10 @@ class ServedFiller:
 
     def __init__(self, servers: Servers, stream: RankStream, reading: Reading):
         self.ahead, self.timeout = reading.num_workers * reading.prefetch_factor, reading.timeout + _GRACE_SECONDS
-        self._servers, self._reading = servers, reading
+        self._servers, self._reading, self._plans = servers, reading, stream.plans
         self._query = partial(
             BatchQuery,
             datasets=tuple(each.manifest.fingerprint for each in stream.datasets),
-            plan=stream.plans.config,
             dp_rank=stream.dp_rank,
             dp_size=stream.dp_size,
             context_parallel=stream.context_parallel,
@@ -258,7 +257,8 @@ class ServedFiller:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, request: PackRequest, pool: BufferPool) -> FilledBuffer:
-        query, reading = self._query(position=request.position), self._reading
+        # A schedule changes the settings in mid-run: those of now also make the plans before.
+        query, reading = self._query(plan=self._plans.config, position=request.position), self._reading
         checked = reading.checks != "off"
         race = Race(self._servers, query, request.arrays.bytes, pool, checked, reading.timeout)
         return race.fetch(self._stopped)

@@ -18,8 +18,9 @@ from vlmdata.loader.data import require_one_tokenizer
 from vlmdata.loader.request.index_rows import indexed_pack, sample_table
 from vlmdata.loader.request.pack_request import EpochPlans, PackRequest, next_of
 from vlmdata.packing.config import PlanConfig
-from vlmdata.packing.plan.blend import passes_per_epoch
+from vlmdata.packing.plan.blend import uses_per_epoch
 from vlmdata.packing.plan.epoch import EpochPlan
+from vlmdata.packing.plan.history import datasets_of
 from vlmdata.packing.table import SampleTable
 from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.server.packs import BusyError
@@ -237,16 +238,18 @@ def _bytes(holder: EpochPlan | SampleTable) -> int:
 
 
 def _uses(table: SampleTable, config: PlanConfig) -> int:
-    """Returns how many samples an epoch uses; a UsageError if that is beyond the limits."""
+    """Returns the most samples that an epoch uses, now and before; a UsageError if that is beyond the limits."""
+    if config.earlier:
+        stages = [(datasets_of(table, each.datasets)[0], each.config) for each in config.earlier]
+        return max(_uses(part, settings) for part, settings in [*stages, (table, replace(config, earlier=()))])
     if config.global_batch > _MAX_GLOBAL_BATCH:
         raise UsageError(f"global_batch is {config.global_batch}; servers allow {_MAX_GLOBAL_BATCH}")
     if config.capacity > _MAX_CAPACITY:
         raise UsageError(f"capacity is {config.capacity}; servers allow {_MAX_CAPACITY}")
-    sizes = [int(b - a) for a, b in zip(table.dataset_offsets()[:-1], table.dataset_offsets()[1:], strict=True)]
-    uses = sum(size * passes for size, passes in zip(sizes, passes_per_epoch(table, config.blend), strict=True))
-    if uses > _MAX_PASSES * sum(sizes):
+    uses = sum(uses_per_epoch(table, config.blend))
+    if uses > _MAX_PASSES * len(table):
         raise UsageError(
-            f"an epoch of this blend uses {float(uses):.3g} samples, over {_MAX_PASSES} times the {sum(sizes)} there "
+            f"an epoch of this blend uses {float(uses):.3g} samples, over {_MAX_PASSES} times the {len(table)} there "
             "are; use smaller weights and more epochs"
         )
     return int(uses) + 1
