@@ -29,6 +29,7 @@ OWN_OPTIONS = st.dictionaries(st.text("abc", min_size=1), st.text("xyz="))
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "family": st.sampled_from(sorted(FAMILIES)),
     "pixels": st.sampled_from([RAW, "zstd"]),
+    "video_pixels": st.sampled_from([RAW, "zstd"]),
     "recipe_option": OWN_OPTIONS,
     "engine_option": OWN_OPTIONS,
     "allow_private_host": st.lists(HOST).map(tuple),
@@ -95,4 +96,4 @@ def test_without_options_the_configuration_is_the_default() -> None:
 def test_the_table_of_the_docs_has_every_option_of_the_configuration() -> None:
     flags = [each.flags[0] for each in declared_fields(PreprocessConfig)]
     assert [line.split("`")[1] for line in option_table(PreprocessConfig).splitlines()[2:]] == flags
-    assert len(flags) == 27
+    assert len(flags) == 28
