@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ import pyarrow.flight as flight
 import pytest
 import trustme
 
-from tests.service.servers import serve
 from tests.service.test_access import certificate
 from vlmdata import StreamingLoader
 from vlmdata.service.server import log
@@ -111,8 +111,10 @@ def test_a_server_with_a_full_stderr_answers_refuses_and_stops(chat: Path, tmp_p
     ca.cert_pem.write_to_path(str(ca_file))
     cert, key = certificate(ca, tmp_path, "localhost")
     pipe = Pipe()
-    arguments = ("-j", "1", "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key))
-    process = serve(str(chat), *arguments, stderr=pipe.writing)
+    # A new interpreter: how it ends with a full pipe is its own affair.
+    serve = [sys.executable, "-c", "from vlmdata.cli.main import main; main()", "serve"]
+    command = [*serve, str(chat), "-j", "1", "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=pipe.writing, text=True)
     os.close(pipe.writing)
     assert process.stdout is not None
     try:
