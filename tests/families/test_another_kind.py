@@ -110,7 +110,7 @@ def test_samples_equal_those_of_transformers_processor(encoder: Encoder, convers
     sample = encoder.encode(conversation)
     n = sample.length
     images = [image for message in conversation.messages for image in message.images]
-    assert len(sample.images) == len(images)
+    assert len(sample.items) == len(images)
     assert (sample.input_ids == encoder.tokenizer.info.image).sum() == TOKENS * len(images)
     assert sample.position_ids.tolist() == [[*range(n), *[0] * (len(sample.input_ids) - n)]]
     if any(mark in spoken(conversation) for mark in encoder.tokenizer.specials):
@@ -118,7 +118,7 @@ def test_samples_equal_those_of_transformers_processor(encoder: Encoder, convers
     wanted = of_the_processor(encoder, conversation)
     assert sample.input_ids[:n].tolist() == wanted["input_ids"][0].tolist()
     if images:
-        patches = np.concatenate([image.patches for image in sample.images])
+        patches = np.concatenate([image.patches for image in sample.items])
         values = FAMILY.pixel_values(torch.from_numpy(patches)).view(len(images), 3, 3, 3, 3, 3, 8, 8)
         pixels = values.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(len(images), 3, SIDE, SIDE)
         assert torch.equal(pixels, wanted["pixel_values"])

@@ -139,7 +139,7 @@ def test_a_document_is_not_cut_between_views(tokenizer: Any) -> None:
     made = Encoder(config, tokenizer).encode_all(Document((TextPart("word " * 20), picture, TextPart("word " * 9))))
     pieces = [piece for piece in made if isinstance(piece, EncodedSample)]
     assert len(pieces) == len(made) > 1
-    assert sorted(len(piece.images) for piece in pieces)[-2:] == [0, 3]
+    assert sorted(len(piece.items) for piece in pieces)[-2:] == [0, 3]
 
 
 def test_a_codec_that_stores_files_refuses_parts_of_an_image(tmp_path: Path) -> None:

@@ -77,10 +77,9 @@ def write_clips(folder: Path, like: Path, family: str = "qwen3_5") -> Path:
 def _row(writer: ShardWriter, sample: EncodedSample, row: int) -> IndexRow:
     members = {name: [array] for name, array in sample.to_sample("").arrays().items() if name != "patches"}
     items = [
-        EncodedItem(image.patches, image.shape, "raw", xxhash.xxh3_64_intdigest(image.patches))
-        for image in sample.images
+        EncodedItem(item.patches, item.shape, "raw", xxhash.xxh3_64_intdigest(item.patches)) for item in sample.items
     ]
-    metadata = {"key": sample_key(row), "images": [dict(image.origin) for image in sample.images]}
+    metadata = {"key": sample_key(row), "images": [dict(item.origin) for item in sample.items]}
     return IndexRow(
         key=sample_key(row),
         source_row=row,
@@ -91,5 +90,5 @@ def _row(writer: ShardWriter, sample: EncodedSample, row: int) -> IndexRow:
         num_targets=int(sample.loss_mask.sum()),
         target_turns=sample.target_turns,
         truncated=False,
-        item_starts=sample.image_starts,
+        item_starts=sample.item_starts,
     )
