@@ -93,6 +93,7 @@ WAYS: dict[str, Callable[[Path], None]] = {
 }
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # train.py stands there
     with FirstCalls() as calls:
         WAYS[sys.argv[1]](Path(sys.argv[2]))
     for called, stack in calls.stacks.items():
