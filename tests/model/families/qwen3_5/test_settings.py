@@ -97,7 +97,7 @@ def test_missing_parts_are_named(pair: Pair) -> None:
         pair.ours(dataclasses.replace(batch, input_ids=None))
     with pytest.raises(ValueError, match="load the part 'pixels'"):
         pair.ours(dataclasses.replace(batch, patches=None))
-    with pytest.raises(ValueError, match="holds 9 patches, but the 4 images of this rank have"):
+    with pytest.raises(ValueError, match="holds 9 rows of image patches, but the 4 images of this rank have"):
         pair.ours(dataclasses.replace(batch, patches=batch.patches[:9]))  # type: ignore[index]
 
 
