@@ -112,18 +112,22 @@ class Forked(subprocess.Popen[str]):
                 self._status = -1
 
 
-def run_forked(
-    target: str, *arguments: object, timeout: float = 550, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end, as :func:`subprocess.run` does; its outputs are caught."""
-    caught: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    process = Forked(target, [target, *map(str, arguments)], **caught)
+def completed(process: subprocess.Popen[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Waits for a process with its outputs in pipes; kills it if it takes longer than ``timeout`` seconds."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException:
         process.kill()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def run_forked(
+    target: str, *arguments: object, timeout: float = 550, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, as :func:`subprocess.run` does; its outputs are caught."""
+    caught: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return completed(Forked(target, [target, *map(str, arguments)], **caught), timeout)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from tests.forked import Forked
+from tests.forked import Forked, completed
 
 SCRIPT = Path(sys.executable).with_name("vlmdata")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from vlmdata.cli.main import main; main()"]
@@ -68,13 +68,7 @@ def start(*arguments: Any, anew: bool = False, **options: Any) -> subprocess.Pop
 
 def run(*arguments: Any, timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
-    process = start(*arguments, **options)
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except BaseException:
-        process.kill()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    return completed(start(*arguments, **options), timeout)
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
