@@ -394,6 +394,21 @@ def report(about: dict[str, Any], title: str, first: str) -> str:
     )
 
 
+def about_run(script: str, note: str) -> dict[str, Any]:
+    """What a result says of its run, with no presets yet."""
+    import transformers
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "note": note,
+        "presets": {},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, action="append", required=True, help="a dataset; repeat for each family")
@@ -419,22 +434,13 @@ def main() -> None:
     from model.parallel.environment import before_megatron
 
     before_megatron()
-    import transformers
 
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
 
     groups.initialize()
     datasets = [open_dataset(path) for path in options.data]
-    about: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "benchmarks/train_peer.py", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "note": options.note,
-        "presets": {},
-    }
+    about = about_run("train_peer.py", options.note)
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / "-".join(filter(None, ["train-peer", options.label, about["date"]]))
     with cpu_mode_if_needed():

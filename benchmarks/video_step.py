@@ -22,10 +22,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import itertools
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -275,23 +273,13 @@ def run(options: argparse.Namespace) -> None:
     from model.parallel.environment import before_megatron
 
     before_megatron()
-    import torch
-    import transformers
-    from train_peer import DEVICE
+    from train_peer import about_run
 
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
 
     groups.initialize()
-    about: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "benchmarks/video_step.py", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "note": options.note,
-        "presets": {},
-    }
+    about = about_run("video_step.py", options.note)
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / "-".join(filter(None, ["video-step", options.label, about["date"]]))
     with cpu_mode_if_needed():

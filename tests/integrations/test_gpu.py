@@ -18,7 +18,7 @@ import torch
 
 from model.kernels.configurations import choose_configurations
 from tests.integrations.check import faults
-from tests.integrations.test_transformers import expected_losses, with_images
+from tests.integrations.comparing import expected_losses, with_images
 from tests.integrations.tiny_models import MODELS, family_of, inputs_of_sample, tiny_model
 from vlmdata.batch import PackedBatch
 from vlmdata.format.dataset import VlmDataset

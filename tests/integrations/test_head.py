@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from tests.integrations.test_transformers import Packs, with_images
+from tests.integrations.comparing import Packs, with_images
 from tests.integrations.tiny_models import tiny_model
 from vlmdata.integrations import head
 from vlmdata.integrations.head import linear_cross_entropy, losses_for_logits

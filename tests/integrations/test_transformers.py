@@ -1,12 +1,10 @@
-"""A pack in transformers' models equals its samples one by one, whatever was computed before, and is refused if not."""
+"""A pack in transformers' models equals its samples one by one, whatever was computed before."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +12,24 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from tests.integrations.tiny_models import MODELS, family_of, inputs_of_sample, losses_of_sample, tiny_model
+from tests.integrations.comparing import (
+    TOLERANCE,
+    Packs,
+    Samples,
+    assert_same_gradients,
+    difference,
+    every_model,
+    expected_losses,
+    model_of,
+    state_of,
+    with_images,
+)
+from tests.integrations.tiny_models import family_of, inputs_of_sample, tiny_model
 from tests.loader.helpers import epoch_of
 from vlmdata.batch import PackedBatch
-from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.integrations import attention, delta_net
+from vlmdata.integrations import attention
 from vlmdata.integrations.transformers import is_packed, packed, packed_forward, packed_inputs, token_losses
-
-#: Some 20 units in the last place of a loss of 8 in float32.
-TOLERANCE = 2e-5
-Packs = Callable[[str], list[PackedBatch]]
-Samples = Callable[[str], VlmDataset]
-every_model = pytest.mark.parametrize("model_type", MODELS)
-linear_models = pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
-
-model_of = cache(tiny_model)
-
-
-def expected_losses(model: Any, batch: PackedBatch, dataset: VlmDataset) -> torch.Tensor:
-    """The losses of a pack, from its samples one by one."""
-    losses = torch.zeros(batch.total_tokens)
-    for origin, begin in zip(batch.origins, batch.cu_seqlens_padded.tolist(), strict=False):
-        alone = losses_of_sample(model, dataset[origin.index])
-        losses = torch.cat([losses[:begin], alone, losses[begin + len(alone) :]])
-    return losses
-
-
-def difference(losses: torch.Tensor, batch: PackedBatch, model: Any, dataset: VlmDataset) -> float:
-    with torch.no_grad():
-        return float((losses.detach() - expected_losses(model, batch, dataset)).abs().max())
-
-
-def assert_same_gradients(one: Any, other: Any, at_least: int) -> None:
-    compared = 0
-    for (name, together), alone in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert (together.grad is None) == (alone.grad is None), name
-        if alone.grad is not None:
-            scale = float(alone.grad.abs().max())
-            # The decay of a delta net is a sum over all tokens that cancels: float32 alone gives 1e-4.
-            most = 4e-4 if name.endswith(("A_log", "dt_bias")) else 1e-4
-            assert float((together.grad - alone.grad).abs().max()) <= most * scale + 1e-6, name
-            compared += scale > 0
-    assert compared >= at_least
-
-
-def with_images(batches: list[PackedBatch]) -> PackedBatch:
-    """A pack of several samples and images, with unequal weights."""
-    return next(each for each in batches if each.num_samples > 2 and len(each.image_grid_thw) > 2)
-
-
-def state_of(model: Any) -> list[tuple[int, ...]]:
-    """How many hooks each module has, and what else stands in its attributes."""
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
-    return [(len(vars(each)), *(len(getattr(each, hook)) for hook in hooks)) for each in model.modules()]
 
 
 @every_model
@@ -260,95 +222,6 @@ def flash_attention(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return calls
 
 
-@linear_models
-class TestLinearAttention:
-    def test_the_hooks_are_what_keeps_samples_apart(self, model_type: str, packs: Packs, samples: Samples) -> None:
-        """So the tests above prove something."""
-        model, batch = model_of(model_type), with_images(packs(model_type))
-        assert batch.labels is not None
-        with torch.no_grad():
-            logits = model(**packed_inputs(batch)).logits[0]
-        losses = cross_entropy(logits, batch.labels[0], reduction="none")
-        assert difference(losses, batch, model, samples(model_type)) > 100 * TOLERANCE
-
-    def test_kernels_that_follow_boundaries_run_once(
-        self, model_type: str, packs: Packs, samples: Samples, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """With the convolution of transformers, which follows none. Losses and gradients."""
-        together, alone = tiny_model(model_type), tiny_model(model_type)
-        batch, dataset = with_images(packs(model_type)), samples(model_type)
-        module = sys.modules[type(together).__module__]
-        own, calls = module.torch_chunk_gated_delta_rule, []
-
-        def kernel(q: Any, k: Any, v: Any, *, g: Any, beta: Any, cu_seqlens: Any, **kwargs: Any) -> Any:
-            calls.append(len(cu_seqlens) - 1)
-            lengths = cu_seqlens.diff().tolist()
-            pieces = zip(*(each.split(lengths, dim=1) for each in (q, k, v, g, beta)), strict=True)
-            return torch.cat([own(*each[:3], g=each[3], beta=each[4], **kwargs)[0] for each in pieces], dim=1), None
-
-        assert not delta_net.follows_boundaries(own, "cpu")
-        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", kernel)
-        assert delta_net.follows_boundaries(kernel, "cpu")
-        with packed(together):
-            calls.clear()
-            losses = token_losses(together, batch)
-            assert calls[-2:] == [len(batch.cu_seqlens_padded) - 1] * 2
-            losses.sum().backward()
-        monkeypatch.undo()
-        assert difference(losses, batch, alone, dataset) < TOLERANCE
-        expected_losses(alone, batch, dataset).sum().backward()
-        assert_same_gradients(together, alone, at_least=50)
-
-    def test_the_convolution_of_a_package(
-        self, model_type: str, packs: Packs, samples: Samples, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Stand-ins for flash-linear-attention: nothing is taken apart, and layers share one tensor of boundaries."""
-        together, alone = tiny_model(model_type), tiny_model(model_type)
-        batch, module, seen = with_images(packs(model_type)), sys.modules[type(together).__module__], []
-        rule, convolution = module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn
-
-        def kernel(q: Any, k: Any, v: Any, *, g: Any, beta: Any, cu_seqlens: Any, **kwargs: Any) -> Any:
-            lengths = cu_seqlens.diff().tolist()
-            seen.append(cu_seqlens)
-            pieces = zip(*(each.split(lengths, dim=1) for each in (q, k, v, g, beta)), strict=True)
-            return torch.cat([rule(*each[:3], g=each[3], beta=each[4], **kwargs)[0] for each in pieces], dim=1), None
-
-        def convolve(x: Any, weight: Any, bias: Any, activation: str, cu_seqlens: Any, cu_seqlens_cpu: Any) -> Any:
-            assert torch.equal(cu_seqlens, cu_seqlens_cpu)
-            seen.append(cu_seqlens)
-            pieces = x.transpose(1, 2).split(cu_seqlens.diff().tolist(), dim=2)
-            out = [convolution(each, weight, bias, activation=activation) for each in pieces]
-            return torch.cat(out, dim=2).transpose(1, 2), None
-
-        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", kernel)
-        monkeypatch.setattr(delta_net, "_convolution_kernel", lambda: convolve)
-        with packed(together):
-            packed(tiny_model(model_type)).remove()
-            seen.clear()
-            losses = token_losses(together, batch)
-            losses.sum().backward()
-        assert module.causal_conv1d_fn is convolution
-        own = seen[2:]  # after the trial whether the rule follows boundaries
-        assert [each is own[0] for each in own] == [True] * 4
-        monkeypatch.undo()
-        assert difference(losses, batch, alone, samples(model_type)) < TOLERANCE
-        expected_losses(alone, batch, samples(model_type)).sum().backward()
-        assert_same_gradients(together, alone, at_least=50)
-
-    def test_gradient_checkpointing(self, model_type: str, packs: Packs, samples: Samples) -> None:
-        together, alone = tiny_model(model_type).train(), tiny_model(model_type)
-        batch = with_images(packs(model_type))
-        together.gradient_checkpointing_enable()
-        with packed(together):
-            token_losses(together, batch).sum().backward()
-        expected_losses(alone, batch, samples(model_type)).sum().backward()
-        assert_same_gradients(together, alone, at_least=50)
-        with packed(together):
-            late = token_losses(together, batch).sum()
-        with pytest.raises(RuntimeError, match=r"call backward\(\) before `with packed\(model\)` ends"):
-            late.backward()
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_late_backward_passes_of_attention_fail(implementation: str, packs: Packs) -> None:
     """Instead of attending to the whole pack."""
@@ -485,67 +358,3 @@ def test_lora(packs: Packs, samples: Samples) -> None:
                 assert difference(losses, batch, alone.base_model.model, samples("qwen3_5")) < TOLERANCE
                 losses.sum().backward()
         assert_same_gradients(together, alone, at_least=8)
-
-
-class TestRefused:
-    @pytest.fixture
-    def model(self) -> Any:
-        return tiny_model("qwen3_5")
-
-    @pytest.fixture
-    def batch(self, packs: Packs) -> PackedBatch:
-        return with_images(packs("qwen3_5"))
-
-    def test_a_model_that_is_not_prepared(self, model: Any, batch: PackedBatch) -> None:
-        with pytest.raises(UsageError, match=r"Qwen3_5ForConditionalGeneration is not prepared.*with packed\(model\)"):
-            token_losses(model, batch)
-
-    def test_other_models(self) -> None:
-        with pytest.raises(UsageError, match=r"Linear has no ForConditionalGeneration.*qwen3_5_moe"):
-            packed(torch.nn.Linear(1, 1))
-
-    @pytest.mark.parametrize("version", ["5.15.1", "5.19.0", "6.0.0.dev0"])
-    def test_versions_that_were_not_proven(self, model: Any, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("transformers.__version__", version)
-        with pytest.raises(UsageError, match=f"transformers {version} is installed.*>=5.16,<5.19.*allow_unproven=True"):
-            packed(model)
-        packed(model, allow_unproven=True).remove()
-        monkeypatch.setattr("transformers.__version__", "5.18.1")
-        packed(model).remove()
-
-    def test_attention_that_may_not_see_boundaries(self, model: Any) -> None:
-        model.config.text_config._attn_implementation = "my_attention"
-        with pytest.raises(UsageError, match="attn_implementation='my_attention'"):
-            packed(model)
-
-    @pytest.mark.parametrize("extra", [{"attention_mask": True}, {"use_cache": True}])
-    def test_arguments_with_which_transformers_mixes_samples(
-        self, model: Any, batch: PackedBatch, extra: dict[str, Any]
-    ) -> None:
-        if "attention_mask" in extra:
-            extra = {"attention_mask": torch.ones_like(batch.padding_mask, dtype=torch.long)}
-        with packed(model), pytest.raises(UsageError, match=r"pack of \d+ segments.*Pass neither"):
-            model(**packed_inputs(batch) | extra)
-
-    def test_packs_in_several_rows(self, model: Any, batch: PackedBatch) -> None:
-        inputs = {"position_ids": packed_inputs(batch)["position_ids"].expand(4, 2, -1)}
-        with packed(model), pytest.raises(UsageError, match="in 2 rows"):
-            model(input_ids=torch.ones(2, batch.total_tokens, dtype=torch.long), use_cache=False, **inputs)
-
-    def test_a_batch_of_another_family(self, model: Any, packs: Packs) -> None:
-        with packed(model), pytest.raises(UsageError, match="'qwen3_5', and the batch is for the family 'qwen2_5_vl'"):
-            token_losses(model, packs("qwen2_5_vl")[0])
-
-    def test_a_slice_of_a_pack(self, model: Any, batch: PackedBatch) -> None:
-        with packed(model), pytest.raises(UsageError, match="slice 0 of 2"):
-            token_losses(model, batch.context_parallel_shard(0, 2))
-
-    def test_a_batch_without_labels(self, model: Any, batch: PackedBatch) -> None:
-        object.__setattr__(batch := batch.clone(), "labels", None)
-        with packed(model), pytest.raises(UsageError, match="'tokens' and 'labels'"):
-            token_losses(model, batch)
-
-    def test_a_batch_without_pixels(self, model: Any, batch: PackedBatch) -> None:
-        object.__setattr__(batch := batch.clone(), "patches", None)
-        with packed(model), pytest.raises(ValueError, match="without the part 'pixels'"):
-            token_losses(model, batch)

@@ -1,0 +1,78 @@
+"""What packs in transformers' models refuse, because samples would mix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.comparing import Packs, with_images
+from tests.integrations.tiny_models import tiny_model
+from vlmdata.batch import PackedBatch
+from vlmdata.errors import UsageError
+from vlmdata.integrations.transformers import packed, packed_inputs, token_losses
+
+
+class TestRefused:
+    @pytest.fixture
+    def model(self) -> Any:
+        return tiny_model("qwen3_5")
+
+    @pytest.fixture
+    def batch(self, packs: Packs) -> PackedBatch:
+        return with_images(packs("qwen3_5"))
+
+    def test_a_model_that_is_not_prepared(self, model: Any, batch: PackedBatch) -> None:
+        with pytest.raises(UsageError, match=r"Qwen3_5ForConditionalGeneration is not prepared.*with packed\(model\)"):
+            token_losses(model, batch)
+
+    def test_other_models(self) -> None:
+        with pytest.raises(UsageError, match=r"Linear has no ForConditionalGeneration.*qwen3_5_moe"):
+            packed(torch.nn.Linear(1, 1))
+
+    @pytest.mark.parametrize("version", ["5.15.1", "5.19.0", "6.0.0.dev0"])
+    def test_versions_that_were_not_proven(self, model: Any, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("transformers.__version__", version)
+        with pytest.raises(UsageError, match=f"transformers {version} is installed.*>=5.16,<5.19.*allow_unproven=True"):
+            packed(model)
+        packed(model, allow_unproven=True).remove()
+        monkeypatch.setattr("transformers.__version__", "5.18.1")
+        packed(model).remove()
+
+    def test_attention_that_may_not_see_boundaries(self, model: Any) -> None:
+        model.config.text_config._attn_implementation = "my_attention"
+        with pytest.raises(UsageError, match="attn_implementation='my_attention'"):
+            packed(model)
+
+    @pytest.mark.parametrize("extra", [{"attention_mask": True}, {"use_cache": True}])
+    def test_arguments_with_which_transformers_mixes_samples(
+        self, model: Any, batch: PackedBatch, extra: dict[str, Any]
+    ) -> None:
+        if "attention_mask" in extra:
+            extra = {"attention_mask": torch.ones_like(batch.padding_mask, dtype=torch.long)}
+        with packed(model), pytest.raises(UsageError, match=r"pack of \d+ segments.*Pass neither"):
+            model(**packed_inputs(batch) | extra)
+
+    def test_packs_in_several_rows(self, model: Any, batch: PackedBatch) -> None:
+        inputs = {"position_ids": packed_inputs(batch)["position_ids"].expand(4, 2, -1)}
+        with packed(model), pytest.raises(UsageError, match="in 2 rows"):
+            model(input_ids=torch.ones(2, batch.total_tokens, dtype=torch.long), use_cache=False, **inputs)
+
+    def test_a_batch_of_another_family(self, model: Any, packs: Packs) -> None:
+        with packed(model), pytest.raises(UsageError, match="'qwen3_5', and the batch is for the family 'qwen2_5_vl'"):
+            token_losses(model, packs("qwen2_5_vl")[0])
+
+    def test_a_slice_of_a_pack(self, model: Any, batch: PackedBatch) -> None:
+        with packed(model), pytest.raises(UsageError, match="slice 0 of 2"):
+            token_losses(model, batch.context_parallel_shard(0, 2))
+
+    def test_a_batch_without_labels(self, model: Any, batch: PackedBatch) -> None:
+        object.__setattr__(batch := batch.clone(), "labels", None)
+        with packed(model), pytest.raises(UsageError, match="'tokens' and 'labels'"):
+            token_losses(model, batch)
+
+    def test_a_batch_without_pixels(self, model: Any, batch: PackedBatch) -> None:
+        object.__setattr__(batch := batch.clone(), "patches", None)
+        with packed(model), pytest.raises(ValueError, match="without the part 'pixels'"):
+            token_losses(model, batch)
