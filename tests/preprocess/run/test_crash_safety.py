@@ -173,7 +173,7 @@ class Mayhem:
         """
         process = self._job.start(shards=SHARDS - 2)
         if while_starting:
-            time.sleep(self._chance.uniform(0.2, 4.0))
+            time.sleep(self._chance.uniform(0.05, 1.0))  # shorter than the start of its workers
         else:
             until = (after + self._chance.uniform(0, 0.05)) * SHARDS
             while not self._kill_workers(process, until):
