@@ -24,13 +24,11 @@ LATE = (
 )
 
 
-def to_device[Value](value: Value, device: torch.device) -> Value | torch.Tensor:
-    """Copies a tensor from the host to a device without waiting for it. Other values are returned as they are."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if device.type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()
-    return value.to(device, non_blocking=True)
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a tensor from the host to a device, without waiting for the device."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class SegmentsMask(torch.Tensor):

@@ -1,8 +1,9 @@
 """Vision encoders of transformers' models: no waits for the device, and no process that leaves the encoder out.
 
-transformers reads the grids of images from the device several times in each forward pass, and each time the host waits
-until the device has computed all that was asked of it. The host knows the grids of a pack. So a prepared model gets them
-there, and what transformers' own functions derive from them (indices, positions, boundaries) is copied to the device.
+transformers reads the grids of images from the device several times in each forward pass. Each time, the host waits
+until the device has computed all that was asked of it. The host knows the grids of a pack. So a prepared model gets
+them there, and what transformers' own functions derive from them (indices, positions, boundaries) is copied to the
+device.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def before_encoder(visual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if grids is None or grids.device.type != "cpu" or not len(grids):
         return None
     home = (args[0] if args else kwargs["hidden_states"]).device
-    found = {name: to_device(value, home) for name, value in _derived(visual, grids).items()}
+    derived = _derived(visual, grids).items()
+    found = {name: to_device(each, home) if isinstance(each, torch.Tensor) else each for name, each in derived}
     return args, found | kwargs
 
 
