@@ -292,6 +292,15 @@ def family_of(tokenizer: str, revision: str | None = None) -> str:
     Raises:
         SourceError: If the files are those of a model of no family.
     """
+    return told_family(tokenizer, revision) or DEFAULT_FAMILY
+
+
+def told_family(tokenizer: str, revision: str | None = None) -> str | None:
+    """Returns the family in a tokenizer's files; None if they specify none.
+
+    Raises:
+        SourceError: If the files are those of a model of no family.
+    """
     known = {name: family(name) for name in REGISTRY.names()}
     types = {kind: name for name, each in known.items() for kind in (*each.model_types, *each.processors)}
     for file, field in _FILES:
@@ -307,7 +316,7 @@ def family_of(tokenizer: str, revision: str | None = None) -> str:
             "positions of one of them, or rows without images, give it as --family; else add a family "
             "(docs/extend/family.md)."
         )
-    return DEFAULT_FAMILY
+    return None
 
 
 def _read(tokenizer: str, file: str, revision: str | None) -> dict[str, Any]:

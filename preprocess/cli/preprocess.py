@@ -68,7 +68,7 @@ def preprocess(
     values["allow_private_host"] = tuple(values["allow_private_host"] or ())
     try:
         for own in ("recipe_option", "engine_option"):
-            values[own] = _by_name(f"--{own.replace('_', '-')}", values[own] or [])
+            values[own] = by_name(f"--{own.replace('_', '-')}", values[own] or [])
         command = replace(filled(PreprocessCommand, values), source=source, given=given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -77,7 +77,7 @@ def preprocess(
     raise typer.Exit(run_command(command))
 
 
-def _by_name(flag: str, options: list[str]) -> dict[str, str]:
+def by_name(flag: str, options: list[str]) -> dict[str, str]:
     """Parses each ``NAME=VALUE`` of an option."""
     found: dict[str, str] = {}
     for option in options:
