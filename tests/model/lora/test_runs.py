@@ -175,7 +175,11 @@ def test_targets_that_do_not_fit(
         train_here(tmp_path / "run", chats, **settings_of(base, validation, **changes))
 
 
-def test_dropout_recomputation_prediction_and_a_whole_tower(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_dropout_recomputation_prediction_and_a_whole_tower(
+    one_process: None,
+    chats: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     """Recomputed layers get the same gradients, although nothing before the first adapter is trained."""
     from model.weights.adapter import to_peft
 
