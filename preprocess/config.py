@@ -163,6 +163,16 @@ class PreprocessConfig:
     system_prompt: Annotated[
         str | None, text_option("Begin conversations that have no system turn with a system turn of this text.")
     ] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any],
+        text_option(
+            'Arguments of the chat template as JSON, such as `{"enable_thinking": false}`. A row\'s '
+            "`chat_template_kwargs` go before them.",
+            metavar="JSON",
+            typed="",
+            shown_default=False,
+        ),
+    ] = field(default_factory=dict)
     strict: Annotated[
         bool,
         data_option("Reject rows with keys that the recipe does not know, or with reasoning that the template drops."),
@@ -251,4 +261,9 @@ class PreprocessConfig:
 
 
 #: Options that earlier versions did not have, with their defaults, which are not recorded.
-_LATER: Mapping[str, Any] = {"system_prompt": None, "keep_columns": [], "keep_conversations": False}
+_LATER: Mapping[str, Any] = {
+    "system_prompt": None,
+    "keep_columns": [],
+    "chat_template_kwargs": {},
+    "keep_conversations": False,
+}

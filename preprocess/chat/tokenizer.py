@@ -78,6 +78,12 @@ class ChatTokenizer:
         """Id of the placeholder of each kind of items."""
         return {kind: tokens.token for kind, tokens in self.info.items.items()}
 
+    @cached_property
+    def templates(self) -> tuple[str, ...]:
+        """Texts of its chat templates, of which tools may choose one."""
+        found = self.hf.chat_template
+        return (found,) if isinstance(found, str) else tuple(found.values())
+
     def item_texts(self, kind: str) -> tuple[str, ...]:
         """Texts of the tokens of an item, with one placeholder."""
         return tuple(self.hf.convert_ids_to_tokens(list(self.info.items[kind].ids)))

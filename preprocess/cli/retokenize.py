@@ -33,6 +33,9 @@ def retokenize(
     ] = None,
     tokenizer_revision: Annotated[str | None, _text("Branch, tag or commit of a hub tokenizer.")] = None,
     system_prompt: Annotated[str | None, _text("Begins conversations without a system turn; empty for none.")] = None,
+    chat_template_kwargs: Annotated[
+        str | None, _text("Arguments of the chat template; `{}` for none.", metavar="JSON")
+    ] = None,
     train_turns: Annotated[TrainTurns | None, _text("Which assistant turns are learned.")] = None,
     train_think: Annotated[TrainThink | None, _text("Whether think blocks are learned.")] = None,
     max_length: Annotated[int | None, _text("Largest number of tokens in a sample.")] = None,
@@ -122,6 +125,7 @@ def retokenize(
         "strict": strict,
         "pad_multiple": pad_multiple,
         "system_prompt": system_prompt,
+        "chat_template_kwargs": chat_template_kwargs,
     }
     try:
         config = _with(before, texts, recipe_option or [], image_root)
@@ -157,6 +161,7 @@ def _with(
     before: PreprocessConfig, texts: dict[str, Any], recipe_options: list[str], image_root: str | None
 ) -> PreprocessConfig:
     """Returns the options of the dataset with those that the user gave instead."""
+    from preprocess.chat.template_arguments import parse_arguments
     from preprocess.cli.preprocess import by_name
 
     given = {name: value for name, value in texts.items() if value is not None}
@@ -164,6 +169,8 @@ def _with(
         given["system_prompt"] = None
     if "tokenizer" in given and "tokenizer_revision" not in given:
         given["tokenizer_revision"] = None
+    if "chat_template_kwargs" in given:
+        given["chat_template_kwargs"] = parse_arguments(given["chat_template_kwargs"])
     options = {**before.recipe_options, **by_name("--recipe-option", recipe_options)}
     media = before.media if image_root is None else replace(before.media, image_root=image_root)
     return replace(before, **given, recipe_options=options, media=media)

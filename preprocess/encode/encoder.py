@@ -72,7 +72,7 @@ class Encoder:
         """
         self._require_known_keys(conversation)
         _check_turns(conversation)
-        conversation = with_system(conversation, self.config.system_prompt)
+        conversation = with_settings(conversation, self.config)
         return self._encode(*planned(conversation, self.config), [])
 
     def _encode_each(self, conversation: Conversation) -> list[EncodedSample | RowRejected]:
@@ -83,7 +83,7 @@ class Encoder:
         """
         self._require_known_keys(conversation)
         _check_turns(conversation)
-        conversation = with_system(conversation, self.config.system_prompt)
+        conversation = with_settings(conversation, self.config)
         answers = list(up_to_answers(conversation))
         if conversation.loss_weight == 0 or all(answer.loss_weight == 0 for answer, _ in answers):
             turn_weights(conversation, TrainTurns.ALL)  # refuses it
@@ -198,8 +198,12 @@ class Encoder:
         return most
 
 
-def with_system(conversation: Conversation, prompt: str | None) -> Conversation:
-    """Begins a conversation that has no system turn with one, if there is a prompt."""
+def with_settings(conversation: Conversation, config: PreprocessConfig) -> Conversation:
+    """Adds what the run gives every conversation: a system turn if it has none, and arguments of the template."""
+    if config.chat_template_kwargs:
+        arguments = {**config.chat_template_kwargs, **conversation.template_arguments}
+        conversation = dataclasses.replace(conversation, template_arguments=arguments)
+    prompt = config.system_prompt
     if prompt is None or any(message.role == "system" for message in conversation.messages):
         return conversation
     messages = (Message("system", (TextPart(prompt),)), *conversation.messages)

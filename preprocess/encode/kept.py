@@ -121,6 +121,8 @@ def _to_json(made: Conversation | Document) -> dict[str, Any]:
         }
         for turn in made.messages
     ]
+    if made.template_arguments:
+        common["template_arguments"] = dict(made.template_arguments)
     return {"messages": turns, "tools": [dict(tool) for tool in made.tools], **common}
 
 
