@@ -38,8 +38,8 @@ def main() -> None:
     for name, made in {
         f"group {count:,} pictures": lambda: len(near_pictures(range(count), [[each] for each in hashes])),
         f"group {count:,} texts": lambda: len(near_texts(range(count), list(signatures))),
-        "mark 20 pictures of 1000 x 1000": lambda: [picture_hash(picture) for _ in range(20)][0] > 0,
-        "mark 100 texts of 500 words": lambda: [text_signature(text) for _ in range(100)][0].size,
+        "mark 20 pictures of 1000 x 1000": lambda: len([picture_hash(picture) for _ in range(20)]),
+        "mark 100 texts of 500 words": lambda: len([text_signature(text) for _ in range(100)]),
     }.items():
         print(f"{name}: {seconds(made)}")
 
