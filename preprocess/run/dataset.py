@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
+from typing import Any, Protocol
 
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
@@ -36,6 +37,16 @@ class Watcher:
     shard_done: Callable[[ShardRecord], None] = lambda record: None
     #: Called with the shards that are recreated because image files have changed, and these files.
     files_changed: Callable[[Mapping[int, Sequence[str]]], None] = lambda changed: None
+
+
+class Reuse(Protocol):
+    """What a run takes from another dataset instead of making it."""
+
+    def identity(self, identity: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns what another run must share to continue this one, given that of a run that makes everything."""
+
+    def work(self, work: ShardWork) -> ShardWork:
+        """Returns what makes shards, given that of a run that makes everything."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ def preprocess_dataset(
     hash_source: bool = False,
     watcher: Watcher | None = None,
     engine: Engine | None = None,
+    reuse: Reuse | None = None,
 ) -> RunResult:
     """Makes a dataset, or continues one that an earlier run of the same configuration began.
 
@@ -87,6 +99,7 @@ def preprocess_dataset(
             those modified since.
         watcher: Progress callbacks.
         engine: Where shards are made; by default on this machine. The result does not depend on it.
+        reuse: What is taken from another dataset; None makes everything from the source.
 
     Returns:
         The finished dataset's manifest, and counts of this run.
@@ -102,7 +115,7 @@ def preprocess_dataset(
     if overwrite or store.size(MANIFEST_NAME) is None:
         with errors_named(engine):
             engine.warm_up(workers)
-    run = _Run.prepared(source, store, config, engine, workers, hash_source)
+    run = _Run.prepared(source, store, config, engine, workers, hash_source, reuse)
     _prepare(store)
     with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store, lock):
         if overwrite:
@@ -175,7 +188,7 @@ class _Run:
     work: ShardWork
     plan: ShardPlan
     tokenizer: ChatTokenizer
-    identity: Mapping[str, object]  # what another run must share to continue this one
+    identity: Mapping[str, Any]  # what another run must share to continue this one
     earlier: EarlierFiles
     engine: Engine
     workers: int
@@ -184,14 +197,23 @@ class _Run:
 
     @classmethod
     def prepared(
-        cls, source: Source, store: Store, config: PreprocessConfig, engine: Engine, workers: int, hash_source: bool
+        cls,
+        source: Source,
+        store: Store,
+        config: PreprocessConfig,
+        engine: Engine,
+        workers: int,
+        hash_source: bool,
+        reuse: Reuse | None = None,
     ) -> _Run:
         """Loads the tokenizer, and tries it."""
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
         require_usable(tokenizer, config)
-        identity = run_identity(config, tokenizer.info, source.identity, source.times)
+        identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times)
         plan = ShardPlan(source.num_rows, config.rows_per_shard)
         work = ShardWork(source, config, store, tokenizer.info)
+        if reuse is not None:
+            identity, work = reuse.identity(identity), reuse.work(work)
         earlier = EarlierFiles(store, image_root_of(source, config), hash_source)
         jobs = plan.jobs
         return cls(work, plan, tokenizer, identity, earlier, engine, workers, jobs, Counters(len(jobs)))

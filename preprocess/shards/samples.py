@@ -20,7 +20,7 @@ from vlmdata.format.manifest import (
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
 )
-from vlmdata.format.schema import sample_key
+from vlmdata.format.schema import KEPT, sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
 from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
 from vlmdata.reasons import Reason
@@ -36,7 +36,13 @@ class Place:
 
 
 def write_sample(
-    encoded: EncodedSample, items: Items, row: int, place: Place, shard: int, writer: ShardWriter
+    encoded: EncodedSample,
+    items: Items,
+    row: int,
+    place: Place,
+    shard: int,
+    writer: ShardWriter,
+    kept: str | None = None,
 ) -> IndexRow:
     """Appends a sample to a shard. Returns its index row.
 
@@ -47,6 +53,7 @@ def write_sample(
         place: Its place in the list of the row.
         shard: Number of the shard.
         writer: Writes the shard.
+        kept: What it was made of, to store with it (``--keep-conversations``).
     """
     key = sample_key(row, place.sample, place.of)
     targets = int(encoded.loss_mask.sum())
@@ -71,6 +78,8 @@ def write_sample(
         metadata["dropped_reasoning"] = encoded.dropped_reasoning
     if encoded.columns:
         metadata["columns"] = dict(encoded.columns)
+    if kept is not None:
+        metadata[KEPT] = kept
     pieces = _pieces(encoded)
     if items:
         del pieces["patches"]
@@ -139,7 +148,8 @@ def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, kn
             given = Item(item.patches, item.shape, config.model_family, file)
             place = f"{item.kind}s[{sum(each.kind == item.kind for each in encoded.items[:number])}]"
             codec = config.codec if item.kind == IMAGE else config.video_codec
-            made[item] = known.get(item) or _encoded(codec.name, given, f"key {key}, {place}", place)
+            encoded_item = item.stored or known.get(item)
+            made[item] = encoded_item or _encoded(codec.name, given, f"key {key}, {place}", place)
     return made
 
 
