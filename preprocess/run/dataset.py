@@ -21,6 +21,7 @@ from preprocess.run.repair import Repair, find_damage, with_deadly_rows
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import run_identity
 from preprocess.shards.job import ShardJob, ShardRecord, finished_records
+from preprocess.shards.kept_columns import require_columns
 from preprocess.sources.rows import Source
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR, shard_name
@@ -209,6 +210,7 @@ class _Run:
         """Loads the tokenizer, and tries it."""
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
         require_usable(tokenizer, config)
+        require_columns(source, config.keep_columns)
         identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times)
         plan = ShardPlan(source.num_rows, config.rows_per_shard)
         work = ShardWork(source, config, store, tokenizer.info)

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -28,6 +29,7 @@ from preprocess.recipes.image_files import RecordedFile, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.row import Row
+from preprocess.shards.kept_columns import kept_values
 from preprocess.shards.read_ahead import rows_of
 from preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
 from preprocess.sources.rows import Source
@@ -123,6 +125,14 @@ class ShardContext:
             files: The files that it names, as far as they are read.
         """
         return attempted(partial(candidates_of, self.recipe, row), self.recipe)
+
+    def source_values(self, row: Row) -> Mapping[str, Any]:
+        """Returns the values of the source columns that are kept (``--keep-columns``).
+
+        Raises:
+            UsageError: If a column has values that the index does not hold.
+        """
+        return kept_values(row, self.encoder.config.keep_columns)
 
     def hint(self, row: Row) -> str:
         """Returns what to add to the rejection of a row."""
@@ -239,6 +249,7 @@ def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardCont
                 kept = kept_text(encoded.made, candidates[at], len(encoded.outcomes))
             unused.update(shortened(encoded.made.unused))
             unknown.update(shortened(encoded.made.unknown))
+        values = context.source_values(row) if config.keep_columns else {}
         for place, outcome in encoded.outcomes:
             known = items
             try:
@@ -250,7 +261,7 @@ def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardCont
                 continue
             # The samples of a conversation's turns share its images: a file counts once.
             file_bytes += sum(item.file_bytes for item in outcome.items if item not in known and not item.view)
-            samples.append(write_sample(outcome, items, number, place, shard, writer, kept))
+            samples.append(write_sample(outcome, items, number, place, shard, writer, kept, values))
             kept = None  # the first sample has it for all
             count_turns(turns, outcome)
     return RowOutcome(tuple(samples), tuple(rejections), files, file_bytes, unused, unknown, turns)

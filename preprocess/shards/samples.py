@@ -22,6 +22,7 @@ from vlmdata.format.manifest import (
 )
 from vlmdata.format.schema import KEPT, sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
+from vlmdata.format.source_columns import SOURCE
 from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of
@@ -43,6 +44,7 @@ def write_sample(
     shard: int,
     writer: ShardWriter,
     kept: str | None = None,
+    source: Mapping[str, Any] | None = None,
 ) -> IndexRow:
     """Appends a sample to a shard. Returns its index row.
 
@@ -54,6 +56,7 @@ def write_sample(
         shard: Number of the shard.
         writer: Writes the shard.
         kept: What it was made of, to store with it (``--keep-conversations``).
+        source: Values of source columns to store with it (``--keep-columns``).
     """
     key = sample_key(row, place.sample, place.of)
     targets = int(encoded.loss_mask.sum())
@@ -80,6 +83,8 @@ def write_sample(
         metadata["columns"] = dict(encoded.columns)
     if kept is not None:
         metadata[KEPT] = kept
+    if source:
+        metadata[SOURCE] = dict(source)
     pieces = _pieces(encoded)
     if items:
         del pieces["patches"]
@@ -95,6 +100,7 @@ def write_sample(
         target_turns=encoded.target_turns,
         truncated=encoded.truncated,
         item_starts=encoded.item_starts,
+        source=source or {},
     )
 
 
