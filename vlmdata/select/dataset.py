@@ -119,6 +119,7 @@ def select_dataset(
             schema_version=SCHEMA_VERSION,
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
+            version={},
         )
         complete(manifest)
     return SelectResult(manifest, transferred)
