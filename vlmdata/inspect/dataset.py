@@ -107,6 +107,7 @@ class DatasetCard:
     extremes: tuple[Extremes, ...]  # the samples at the ends of the distributions
     findings: tuple[FindingGroup, ...]  # the worst first
     checked: int  # samples whose tokens were checked; the index was checked for all
+    version: Mapping[str, Any]  # number, parent and changed rows of a version after the first; empty for the first
 
 
 def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, seed: int = 0) -> DatasetCard:
@@ -143,6 +144,7 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         extremes=extremes,
         findings=_findings(dataset, facts, chosen),
         checked=len(chosen),
+        version={name: value for name, value in manifest.version.items() if name != "source"},
     )
 
 
