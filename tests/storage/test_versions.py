@@ -155,14 +155,14 @@ class TestOtherCommands:
         assert compare(open_dataset(made), open_dataset(tmp_path / "zstd")).is_equal
 
     def test_verify_and_inspect(self, data: Path) -> None:
-        assert command(verify.verify, data).exit_code == 0
+        assert command(verify.verify, data, "-j", 1).exit_code == 0
         card = describe_dataset(open_dataset(data))
         assert (card.version["number"], card.version["rows"]) == (3, {"kept": 4, "made": 2, "removed": 1})
         shard = data / "shard-000002.tar"
         shard.write_bytes(shard.read_bytes()[:-1])
-        broken = command(verify.verify, data)
+        broken = command(verify.verify, data, "-j", 1)
         assert broken.exit_code == 1
         assert f"Files of a version after the first are not made again. Restore these from a copy: {shard}" in (
             broken.output.replace("\n", " ")
         )
-        assert command(verify.verify, f"{data}@2").exit_code == 1
+        assert command(verify.verify, f"{data}@2", "-j", 1).exit_code == 1

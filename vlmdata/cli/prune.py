@@ -23,9 +23,7 @@ def prune(
     keep: Annotated[
         int | None, typer.Option(min=1, help="Keep so many of the newest versions and remove the others.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be removed, with its bytes.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed, with bytes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Remove old versions of a dataset, and the shards that no other version has. The newest version stays.
@@ -71,11 +69,9 @@ def _print(plan: PrunePlan, place: str, dry_run: bool) -> None:
         return
     for name, size in plan.files.items():
         print(f"{size:>18,}  {name}")
-    print(
-        f"{place}: {_numbers([each.number for each in plan.removed])} {would}: {counted(len(plan.files), 'file')}, ",
-        end="",
-    )
-    print(f"{plan.bytes / 1e6:,.1f} MB. Left: {_numbers([each.number for each in plan.left])}.")
+    removed, left = (_numbers([each.number for each in versions]) for versions in (plan.removed, plan.left))
+    files = counted(len(plan.files), "file")
+    print(f"{place}: {removed} {would}: {files}, {plan.bytes / 1e6:,.1f} MB. Left: {left}.")
 
 
 def _numbers(numbers: Sequence[int]) -> str:
