@@ -17,6 +17,7 @@ from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import system_message
 from preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
 from preprocess.run.claim import Part, job_array
+from preprocess.run.row_table import has_all_rows, rows_of_shards, write_row_table
 from preprocess.shards.fingerprints import of_samples
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.errors import ConfigMismatchError, ResourceError
@@ -70,6 +71,8 @@ def close_dataset(
         kept = identity["config"]["options"].get("keep_columns", ())
         with merged_index(store, store, shards, features, kept) as index:
             index_hash = index.sha256
+        if has_all_rows(store, shards):
+            write_row_table(store, rows_of_shards(store, shards), index_hash)
         with merged_ledger(store, store, [n for n in shards if records[n].info.rejected]) as ledger:
             ledger_hash = ledger.sha256
         with saved_tokenizer(store, tokenizer) as folder:
