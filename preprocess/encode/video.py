@@ -181,6 +181,8 @@ def _plan_of_file(part: VideoPart, contents: VideoContents, config: PreprocessCo
     }
     if contents.declared_frames not in (0, len(contents)):
         origin["declared_frames"] = contents.declared_frames
+    if contents.leading:
+        origin["leading_frames"] = len(contents.leading)
     if contents.damage:
         origin["damage"] = contents.damage
     times = tuple(round(time, 6) for time in contents.seconds(numbers).tolist())

@@ -12,7 +12,6 @@ from vlmdata.media.video.container import VideoLimits, VideoSource, file_of, ope
 if TYPE_CHECKING:
     from av.container.input import InputContainer
     from av.packet import Packet
-    from av.video.stream import VideoStream
 
 #: Containers without a presentation time for each packet, and codecs of which some packets show nothing.
 _UNTIMED_FORMATS = frozenset({"avi", "mpeg", "mpegvideo", "h264", "hevc", "vvc", "m4v", "obu", "mjpeg", "dv", "rm"})
@@ -100,7 +99,7 @@ class Packets:
         after = range(first + 1, len(self.times))
         return frozenset([*range(first), *(number for number in after if (self.times[number] or 0) < begin)])
 
-    def add(self, packet: Packet[VideoStream]) -> None:
+    def add(self, packet: Packet[Any]) -> None:
         """Notes a packet."""
         self.times.append(time_of(packet, self.in_order))
         self.decoding.append(packet.dts)
@@ -114,7 +113,7 @@ class Packets:
             del column[-1:]
 
 
-def time_of(packet: Packet[VideoStream], in_order: bool) -> int | None:
+def time_of(packet: Packet[Any], in_order: bool) -> int | None:
     """Returns when the frame of a packet is shown, if the packet tells it.
 
     Args:
