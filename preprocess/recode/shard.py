@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from preprocess.config import TrainTurns
 from preprocess.shards.job import ShardRecord, progress_name, totals_of
-from preprocess.shards.samples import encode_item
+from preprocess.shards.samples import encode_item, option_of
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features
@@ -149,8 +149,8 @@ def _encoded(pixels: str, item: Item, what: str) -> Buffer:
         return encode_item(pixels, item, what)
     except Unsuitable as error:  # the ledger is that of the old dataset
         raise UsageError(
-            f"--pixels {pixels}: the codec does not store {what}: {error}. Choose another --pixels, or preprocess the "
-            "source again, which rejects such samples."
+            f"{option_of(item)} {pixels}: the codec does not store {what}: {error}. Choose another {option_of(item)}, "
+            "or preprocess the source again, which rejects such samples."
         ) from error
 
 
