@@ -216,6 +216,8 @@ class Conversation:
             ``--strict`` rejects the row.
         columns: Facts to store with the sample, such as ``{"lang": "de"}``: text, finite numbers, booleans, None, or
             lists of these. They change no token.
+        template_arguments: Arguments of the chat template by name, such as ``{"enable_thinking": False}``, above those
+            of the run (``--chat-template-kwargs``).
     """
 
     messages: tuple[Message, ...]
@@ -224,6 +226,7 @@ class Conversation:
     unused: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     columns: Columns = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_tuple("Conversation.messages", self.messages, (Message,), "Message")
@@ -232,6 +235,7 @@ class Conversation:
         _require_tuple("Conversation.unknown", self.unknown, (str,), "str")
         _require_weight("Conversation.loss_weight", self.loss_weight)
         _require_columns("Conversation.columns", self.columns)
+        _require_names("Conversation.template_arguments", self.template_arguments)
 
     @property
     def images(self) -> list[ImagePart]:
@@ -319,6 +323,11 @@ def _require_columns(name: str, columns: Any) -> None:
         json.dumps(dict(columns), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} holds text that is not Unicode: {error}") from error
+
+
+def _require_names(name: str, values: Any) -> None:
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise TypeError(f"{name} is {values!r}; it must map names to values")
 
 
 def _kind(value: Any) -> str:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from preprocess.config import PreprocessConfig
 from preprocess.conversation import Conversation, VideoPart
 from preprocess.encode.sample import SampleItem
+from preprocess.encode.stored import StoredVideo
 from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.families.base import AspectRatioError
@@ -85,7 +86,7 @@ def planned(conversation: Conversation, config: PreprocessConfig) -> tuple[Conve
     def known(part: Any) -> Any:
         if not isinstance(part, VideoPart):
             return part
-        plan = plan_video(part, config)
+        plan = _plan_of_stored(part) if isinstance(part, StoredVideo) else plan_video(part, config)
         told = config.model_family.expansion(VIDEO).caption != ""
         part = dataclasses.replace(part, seconds=plan.patch_times if told else ())
         plans[part] = plan
@@ -110,6 +111,14 @@ def plan_video(part: VideoPart, config: PreprocessConfig) -> VideoPlan:
         limits = config.video.limits(config.image.max_source_pixels)
         plan = _plan_of_file(part, read_contents(part.data, limits, part.field), config)
         return _decoded(plan, config) if limits.keep_damaged else plan
+
+
+def _plan_of_stored(part: StoredVideo) -> VideoPlan:
+    """Returns the plan of a video of which a dataset has the frames, as the metadata of its sample tells it."""
+    told = part.item.origin
+    patch_times, seconds = tuple(told["patch_seconds"]), float(told["seconds_per_patch"])
+    numbers, times = tuple(told["frames"]), tuple(told["seconds"])
+    return VideoPlan(part, part.item.size, (), numbers, times, patch_times, seconds, told, None)
 
 
 def encode_video(plan: VideoPlan, config: PreprocessConfig) -> SampleItem:

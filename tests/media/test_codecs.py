@@ -52,10 +52,7 @@ STORAGE = [
     "pixel_checksums",
 ]
 #: Codecs of the pages under docs/extend: the page and the file.
-ON_PAGES = {
-    "zlib": ("codec.md", "zlib_patches.py"),
-    "bz2": ("exercises.md", "vlmdata/media/codecs/bz2_patches.py"),
-}
+ON_PAGES = {"zlib": ("codec.md", "zlib_patches.py")}
 ROWS = 24
 OPTIONS = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard": 6}
 
