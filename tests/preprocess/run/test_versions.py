@@ -165,7 +165,7 @@ class TestRefusals:
         with pytest.raises(ConfigMismatchError, match=r"config.options.pixels: \"raw\" there, \"zstd\" now"):
             team.run(team.rows[1:], config={"pixels": "zstd"})
         team.run(team.rows[1:])
-        with pytest.raises(ConfigMismatchError, match="Repeat the earlier options to continue it"):
+        with pytest.raises(ConfigMismatchError, match="Repeat the earlier options and restore the source"):
             team.run(team.rows[1:], config={"pixels": "zstd"})
 
     def test_another_source_is_no_version(self, team: Team) -> None:
