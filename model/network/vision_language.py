@@ -178,7 +178,11 @@ class VisionLanguageModel(SavedModel):
             )
         found = self._encode(batch, index)
         merged = self._merge(batch.input_ids, found, index.local)
-        return self._scatter(merged), self._beside(batch, index, found)
+        inputs = self._scatter(merged)
+        if vars(self).get("adapted") and torch.is_grad_enabled() and not inputs.requires_grad:
+            # Recomputation gives a layer gradients only if its input needs one, and all weights before it are frozen.
+            inputs.requires_grad_()
+        return inputs, self._beside(batch, index, found)
 
     def _receive(self, index: PackIndex) -> Tensor | None:
         """Hands the previous stage's hidden states to the decoder, and returns what came beside them."""

@@ -42,6 +42,7 @@ from vlmdata.cli.console import messages, results
 from vlmdata.errors import ConfigMismatchError, SourceError
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.machine import available_cores
+from vlmdata.media.c_library import keep_memory
 from vlmdata.storage import Store
 from vlmdata.wording import counted
 
@@ -53,6 +54,7 @@ def run_command(command: PreprocessCommand) -> int:
     """Runs the command. Returns its exit code."""
     # stdout is only for the summary; progress and other messages go to stderr.
     talk = messages()
+    keep_memory()  # one worker runs in this process
     command = dataclasses.replace(command, source=source_place(command.source))
     store = None if command.out is None else output_store(command.out)
     part = None if command.part is None else Part.parse(command.part)

@@ -13,6 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from preprocess.config import VideoConfig
 from preprocess.engines.base import system_message
 from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
@@ -41,6 +43,7 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
     shard_name,
 )
+from vlmdata.format.source_columns import source_names
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.locations import is_url
 from vlmdata.media.codecs import RAW, REGISTRY, VIDEO, codec, libraries_of
@@ -275,7 +278,8 @@ def _of_dataset(manifest: Manifest, config: dict[str, Any]) -> dict[str, Any]:
 def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], records: list[ShardRecord]) -> Manifest:
     """Merges the index, copies the other files, and writes the manifest last."""
     features = tuple(sorted({feature for record in records for feature in record.features}))
-    with merged_index(store, store, range(len(records)), features) as index:
+    kept = source_names(pq.read_schema(old.directory / INDEX_NAME))
+    with merged_index(store, store, range(len(records)), features, kept) as index:
         index_hash = index.sha256
     _copy(old, store, LEDGER_NAME)
     if IMAGE_FILES in old.manifest.source:

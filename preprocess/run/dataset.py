@@ -10,7 +10,7 @@ from preprocess.engines.local import Local
 from preprocess.run.claim import Part, part_claim, whole_claim
 from preprocess.run.closing import close_dataset
 from preprocess.run.directory import ShardPlan, begin, clear_place, prepare_place, resource_errors, tidied
-from preprocess.run.making import PartResult, Run, RunResult, Watcher
+from preprocess.run.making import PartResult, Reuse, Run, RunResult, Watcher
 from preprocess.run.next_version import as_before, changes_since, make_part_of_version, make_version, require_whole
 from preprocess.run.repair import Repair, find_damage, with_deadly_rows
 from preprocess.run.versions import Newest
@@ -19,7 +19,7 @@ from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.storage import Store, open_store
 
-__all__ = ["PartResult", "RunResult", "Watcher", "preprocess_dataset", "preprocess_part"]
+__all__ = ["PartResult", "Reuse", "RunResult", "Watcher", "preprocess_dataset", "preprocess_part"]
 
 
 def preprocess_dataset(
@@ -32,6 +32,7 @@ def preprocess_dataset(
     hash_source: bool = False,
     watcher: Watcher | None = None,
     engine: Engine | None = None,
+    reuse: Reuse | None = None,
 ) -> RunResult:
     """Makes a dataset, or continues one that an earlier run of the same configuration began.
 
@@ -48,6 +49,7 @@ def preprocess_dataset(
             those modified since.
         watcher: Progress callbacks.
         engine: Where shards are made; by default on this machine. The result does not depend on it.
+        reuse: What is taken from another dataset; None makes everything from the source.
 
     Returns:
         The finished dataset's manifest, and counts of this run.
@@ -63,13 +65,13 @@ def preprocess_dataset(
     if overwrite or store.size(MANIFEST_NAME) is None:
         with errors_named(engine):
             engine.warm_up(workers)
-    run = Run.prepared(source, store, config, engine, workers, hash_source)
+    run = Run.prepared(source, store, config, engine, workers, hash_source, reuse)
     _prepare(store)
     with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store, lock):
         if overwrite:
             clear_place(store)
         newest = Newest.read(store)
-        if newest is not None and (changes := changes_since(run, newest)) is not None:
+        if newest is not None and reuse is None and (changes := changes_since(run, newest)) is not None:
             return make_version(run, store, newest, changes, lock, watcher)
         finished = begin(store, run.identity, restart=True, newest=None if newest is None else newest.manifest)
         if finished is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
@@ -17,6 +18,7 @@ from preprocess.run.versions import VersionInfo
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import run_identity
 from preprocess.shards.job import ShardJob, ShardRecord, finished_records
+from preprocess.shards.kept_columns import require_columns
 from preprocess.sources.rows import Source
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import shard_name
@@ -35,6 +37,16 @@ class Watcher:
     files_changed: Callable[[Mapping[int, Sequence[str]]], None] = lambda changed: None
     #: Called with the number of rows that were compared with those of a finished dataset.
     rows_compared: Callable[[int], None] = lambda rows: None
+
+
+class Reuse(Protocol):
+    """What a run takes from another dataset instead of making it."""
+
+    def identity(self, identity: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns what another run must share to continue this one, given that of a run that makes everything."""
+
+    def work(self, work: ShardWork) -> ShardWork:
+        """Returns what makes shards, given that of a run that makes everything."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class Run:
     work: ShardWork
     plan: ShardPlan
     tokenizer: ChatTokenizer
-    identity: Mapping[str, object]  # what another run must share to continue this one
+    identity: Mapping[str, Any]  # what another run must share to continue this one
     earlier: EarlierFiles
     engine: Engine
     workers: int
@@ -79,14 +91,24 @@ class Run:
 
     @classmethod
     def prepared(
-        cls, source: Source, store: Store, config: PreprocessConfig, engine: Engine, workers: int, hash_source: bool
+        cls,
+        source: Source,
+        store: Store,
+        config: PreprocessConfig,
+        engine: Engine,
+        workers: int,
+        hash_source: bool,
+        reuse: Reuse | None = None,
     ) -> Run:
         """Loads the tokenizer, and tries it."""
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
         require_usable(tokenizer, config)
-        identity = run_identity(config, tokenizer.info, source.identity, source.times)
+        require_columns(source, config.keep_columns)
+        identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times)
         plan = ShardPlan(source.num_rows, config.rows_per_shard)
         work = ShardWork(source, config, store, tokenizer.info)
+        if reuse is not None:
+            identity, work = reuse.identity(identity), reuse.work(work)
         earlier = EarlierFiles(store, image_root_of(source, config), hash_source)
         jobs = plan.jobs
         return cls(work, plan, tokenizer, identity, earlier, engine, workers, jobs, Counters(len(jobs)))

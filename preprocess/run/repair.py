@@ -102,7 +102,8 @@ class Repair:
             damage = replace(damage, shards=tuple(sorted({*damage.shards, *self._read_index_rows(damage.shards)})))
         self._make_shards(set(damage.shards), self.shards_to_make(damage), shard_done)
         if INDEX_NAME in damage.others:
-            with merged_index(store, scratch, range(len(self.jobs)), self.manifest.features) as index:
+            kept, shards = self.work.config.keep_columns, range(len(self.jobs))
+            with merged_index(store, scratch, shards, self.manifest.features, kept) as index:
                 hint = "a different version of pyarrow writes different bytes"
                 self._require(INDEX_NAME, index.sha256, self.manifest.index_sha256, hint)
         if LEDGER_NAME in damage.others:

@@ -48,6 +48,8 @@ SELECTED = "selected"
 IMAGE_FILES = "image_files"
 
 METADATA_MEMBER = "json"
+#: Field of the metadata with the conversation or document that a sample was made of, as text.
+KEPT = "conversation"
 #: Replaces ``patches.npy`` in samples with encoded items: their stored bytes, one after another.
 ITEMS_MEMBER = "items.bin"
 

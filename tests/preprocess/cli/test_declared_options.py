@@ -32,6 +32,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "video_pixels": st.sampled_from([RAW, "zstd"]),
     "recipe_option": OWN_OPTIONS,
     "engine_option": OWN_OPTIONS,
+    "keep_columns": st.lists(st.text("ab.", min_size=1, max_size=3), unique=True).map(tuple),
     "allow_private_host": st.lists(HOST).map(tuple),
     "holdout": st.floats(0.01, 0.99),
     "max_reject_rate": st.floats(0, 1),
@@ -96,4 +97,4 @@ def test_without_options_the_configuration_is_the_default() -> None:
 def test_the_table_of_the_docs_has_every_option_of_the_configuration() -> None:
     flags = [each.flags[0] for each in declared_fields(PreprocessConfig)]
     assert [line.split("`")[1] for line in option_table(PreprocessConfig).splitlines()[2:]] == flags
-    assert len(flags) == 28
+    assert len(flags) == 32
