@@ -173,8 +173,8 @@ def _adapt_experts(model: nn.Module, name: str, found: list[tuple[str, str]], pl
     like = model.get_parameter(found[0][0])
     if like.is_cuda and plan.form.rank * like.itemsize % 16:
         raise LoraError(
-            f"lora.rank is {plan.form.rank}: on GPUs, adapters of routed experts need a multiple of {16 // like.itemsize}; "
-            "choose one, or leave the experts out of lora.targets"
+            f"lora.rank is {plan.form.rank}: on GPUs, adapters of routed experts need a multiple of "
+            f"{16 // like.itemsize}; choose one, or leave the experts out of lora.targets"
         )
     adapter = ExpertAdapters(sites, plan.form, like, (min(numbers), max(numbers) + 1))
     wrap_experts(experts, adapter)
