@@ -179,6 +179,15 @@ class PreprocessConfig:
     ] = False
     pad_multiple: Annotated[int, text_option("Pad stored lengths to multiples of this (a loader can re-pad).")] = 16
     rows_per_shard: Annotated[int, run_option("Source rows per shard.")] = 256
+    keep_columns: Annotated[
+        tuple[str, ...],
+        data_option(
+            "Columns of the source to carry into the index, for `vlmdata select --where \"source.lang == 'de'\"`: "
+            "`lang,meta.quality`, with dots for nested ones.",
+            metavar="NAME,NAME",
+            shown_default=False,
+        ),
+    ] = ()
     keep_conversations: Annotated[
         bool,
         data_option(
@@ -199,6 +208,8 @@ class PreprocessConfig:
         libraries_of(videos)
         if videos.needs_file:
             raise ValueError(f"video_pixels is {videos.name}, which stores files of images; choose another codec")
+        if len(set(self.keep_columns)) < len(self.keep_columns) or not all(self.keep_columns):
+            raise ValueError(f"keep_columns is {','.join(self.keep_columns)}; name each column once")
         for name in ("max_length", "pad_multiple", "rows_per_shard"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -228,6 +239,7 @@ class PreprocessConfig:
         hosts = options["media"].pop("private_hosts")
         if hosts:  # earlier versions had no such option
             options["media"]["private_hosts"] = list(hosts)
+        options["keep_columns"] = list(self.keep_columns)
         return {name: value for name, value in options.items() if name not in _LATER or value != _LATER[name]}
 
     @classmethod
@@ -243,9 +255,15 @@ class PreprocessConfig:
         image, media, video = (dict(given.pop(name, None) or {}) for name in ("image", "media", "video"))
         if "damaged" in video:
             video["damaged"] = DamagedVideos(video["damaged"])
+        given["keep_columns"] = tuple(given.get("keep_columns", ()))
         media["private_hosts"] = tuple(media.get("private_hosts", ()))
         return cls(image=ImageConfig(**image), media=MediaConfig(**media), video=VideoConfig(**video), **given)
 
 
 #: Options that earlier versions did not have, with their defaults, which are not recorded.
-_LATER: Mapping[str, Any] = {"system_prompt": None, "chat_template_kwargs": {}, "keep_conversations": False}
+_LATER: Mapping[str, Any] = {
+    "system_prompt": None,
+    "keep_columns": [],
+    "chat_template_kwargs": {},
+    "keep_conversations": False,
+}

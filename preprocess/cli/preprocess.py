@@ -68,6 +68,8 @@ def preprocess(
         if "help" in (values[own] or []):
             print(describe_options(registry, [values[owner]] if owner in given else None))
             raise typer.Exit
+    kept = ",".join(values["keep_columns"] or ())
+    values["keep_columns"] = tuple(name.strip() for name in kept.split(",")) if kept else ()
     values["allow_private_host"] = tuple(values["allow_private_host"] or ())
     try:
         values["chat_template_kwargs"] = parse_arguments(values["chat_template_kwargs"] or "{}")

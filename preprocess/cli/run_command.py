@@ -42,6 +42,7 @@ from vlmdata.cli.console import messages, results
 from vlmdata.errors import ConfigMismatchError, SourceError
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.machine import available_cores
+from vlmdata.media.c_library import keep_memory
 from vlmdata.storage import Store
 from vlmdata.wording import counted
 
@@ -53,6 +54,7 @@ def run_command(command: PreprocessCommand) -> int:
     """Runs the command. Returns its exit code."""
     # stdout is only for the summary; progress and other messages go to stderr.
     talk = messages()
+    keep_memory()  # one worker runs in this process
     command = dataclasses.replace(command, source=source_place(command.source))
     store = None if command.out is None else output_store(command.out)
     part = None if command.part is None else Part.parse(command.part)
@@ -117,7 +119,9 @@ def _make(
             "workers": workers,
             "hash_source": command.hash_source,
             "engine": engine,
-            "watcher": Watcher(display.start, display.shard_done, partial(_print_changed_files, talk)),
+            "watcher": Watcher(
+                display.start, display.shard_done, partial(_print_changed_files, talk), partial(_print_compared, talk)
+            ),
         }
         if part is not None:
             made = preprocess_part(part, output.source, output.store, command.config, **options)
@@ -137,6 +141,11 @@ def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) ->
         markup=False,
         soft_wrap=True,
     )
+
+
+def _print_compared(talk: Console, rows: int) -> None:
+    if rows & (rows - 1) == 0 and rows >= _LEAST_COUNT:  # at each doubling, as far as rows are counted in blocks
+        talk.print(f"{counted(rows, 'row')} compared with the newest version", markup=False)
 
 
 def _check_options(command: PreprocessCommand) -> None:

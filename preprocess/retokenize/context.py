@@ -236,6 +236,10 @@ class _FromShards(ShardContext):
             if line.reason in OF_TEXT and not self.keep_rejected:
                 raise _lacking(row, f"it was rejected ({line.reason}), and what it was made of is not stored")
 
+    def source_values(self, row: Row) -> Mapping[str, Any]:
+        """Returns the values that the samples of the row have."""
+        return dict(self.shards.of(row.number).source_values(row.number))
+
     def hint(self, row: Row) -> str:
         """Returns nothing: the ledger has it."""
         return ""

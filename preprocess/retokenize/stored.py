@@ -24,6 +24,7 @@ from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, KEPT, LEDGER_NAME
 from vlmdata.format.shard import EncodedItem
+from vlmdata.format.source_columns import SOURCE
 from vlmdata.media.codecs import IMAGE, RAW, VIDEO
 from vlmdata.storage.shards import DatasetShards
 
@@ -104,6 +105,10 @@ class OldShard:
             DatasetFormatError: If their bytes have changed since they were written.
         """
         return [self._sample(each) for each in self._rows.get(row, ())]
+
+    def source_values(self, row: int) -> Mapping[str, Any]:
+        """Returns the values of source columns that the samples of a row have, as the source had them."""
+        return dict(self._reader.read(self._rows[row][0]).metadata.get(SOURCE, {}))
 
     def close(self) -> None:
         """Closes the file."""

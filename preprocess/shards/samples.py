@@ -22,6 +22,7 @@ from vlmdata.format.manifest import (
 )
 from vlmdata.format.schema import KEPT, sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
+from vlmdata.format.source_columns import SOURCE
 from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of
@@ -43,6 +44,7 @@ def write_sample(
     shard: int,
     writer: ShardWriter,
     kept: str | None = None,
+    source: Mapping[str, Any] | None = None,
 ) -> IndexRow:
     """Appends a sample to a shard. Returns its index row.
 
@@ -54,6 +56,7 @@ def write_sample(
         shard: Number of the shard.
         writer: Writes the shard.
         kept: What it was made of, to store with it (``--keep-conversations``).
+        source: Values of source columns to store with it (``--keep-columns``).
     """
     key = sample_key(row, place.sample, place.of)
     targets = int(encoded.loss_mask.sum())
@@ -80,6 +83,8 @@ def write_sample(
         metadata["columns"] = dict(encoded.columns)
     if kept is not None:
         metadata[KEPT] = kept
+    if source:
+        metadata[SOURCE] = dict(source)
     pieces = _pieces(encoded)
     if items:
         del pieces["patches"]
@@ -95,6 +100,7 @@ def write_sample(
         target_turns=encoded.target_turns,
         truncated=encoded.truncated,
         item_starts=encoded.item_starts,
+        source=source or {},
     )
 
 
@@ -159,9 +165,14 @@ def _encoded(name: str, item: Item, what: str, place: str) -> EncodedItem:
     except Unsuitable as error:
         raise RowRejected(
             Reason.UNSUITABLE_ITEM,
-            f"{place}: the codec {name} does not store it: {error}. Choose another --pixels to keep the row",
+            f"{place}: the codec {name} does not store it: {error}. Choose another {option_of(item)} to keep the row",
         ) from error
     return EncodedItem(payload, item.shape, name, xxhash.xxh3_64_intdigest(item.patches))
+
+
+def option_of(item: Item) -> str:
+    """Returns the option that names the codec of an item."""
+    return "--pixels" if item.shape.kind == IMAGE else "--video-pixels"
 
 
 def encode_item(name: str, item: Item, what: str) -> Buffer:
@@ -180,8 +191,8 @@ def encode_item(name: str, item: Item, what: str) -> Buffer:
     except Exception as error:  # the codec may be the user's, and every library has its own errors
         _, rows, columns = item.shape.grid
         raise UsageError(
-            f"--pixels {name}: the codec cannot encode {what} ({columns}x{rows} patches): "
-            f"{problem_of(error, type(encoder).__module__)}. Correct its `encode`, or choose another --pixels. For an "
-            "item that it does not store, it raises Unsuitable."
+            f"{option_of(item)} {name}: the codec cannot encode {what} ({columns}x{rows} patches): "
+            f"{problem_of(error, type(encoder).__module__)}. Correct its `encode`, or choose another "
+            f"{option_of(item)}. For an item that it does not store, it raises Unsuitable."
         ) from error
     return stored

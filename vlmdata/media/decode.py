@@ -23,6 +23,7 @@ import pyarrow as pa
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlmdata.media.error import MediaError
+from vlmdata.media.jpeg import decode_plain_jpeg
 from vlmdata.media.signatures import IDENTIFIED_ONLY, Found, recognise
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
@@ -66,6 +67,10 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
         raise _empty(what)
     with _pillow_limit(max_source_pixels):
         image = _open(data, max_source_pixels, what)
+        if image.format == "JPEG" and _orientation(image) in (None, 1):
+            plain = decode_plain_jpeg(data, image)
+            if plain is not None:
+                return DecodedImage(plain, "JPEG", image.mode, image.size, ())
         try:
             image.load()
         except MemoryError:
