@@ -41,6 +41,10 @@ _OPTIONS = {
     "pp": ("parallel.pp", "Pipeline stages."),
     "ep": ("parallel.ep", "Expert parallel size."),
     "freeze": ("model.freeze", "Parts to freeze, such as vision,merger; may be repeated."),
+    "lora_rank": ("lora.rank", "Train low-rank adapters of this rank instead of the weights."),
+    "lora_alpha": ("lora.alpha", "Their products count alpha / rank. Default: twice the rank."),
+    "lora_targets": ("lora.targets", "Groups or names of matrices to adapt, such as attention,mlp. Default: all."),
+    "lora_weights": ("lora.weights", "Folder of an adapter in PEFT's format to start from."),
     "lr": ("optimizer.lr", "Peak learning rate."),
     "out": ("run.out", "Folder for logs and checkpoints."),
     "save_every": ("run.save_every", "Steps between checkpoints; 0: only at the end."),
@@ -91,6 +95,8 @@ def main(
 
     - `torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.vision_gpus=4`
 
+    - `python train.py --data data/cord --hf models/Qwen3.5-9B --lora-rank 16 --lr 2e-4 --out runs/cord`
+
     - `python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume`
 
     **Exit codes**: 0 done; 1 another rank or the program failed; 2 invalid option, data or configuration; 3 out of
@@ -100,7 +106,11 @@ def main(
     for name, (setting, _) in _OPTIONS.items():
         value = settings[name]
         if value is not None and value not in ([], ()):  # typer passes either for an option that was not given
-            parts = [part for each in value for part in each.split(",") if part] if name == "freeze" else value
+            parts = (
+                [part for each in value for part in each.split(",") if part]
+                if name in ("freeze", "lora_targets")
+                else value
+            )
             overrides.append((setting, parts))
     raise typer.Exit(_run(config, [*overrides, *(set_ or [])], resume))
 

@@ -17,7 +17,7 @@ run in one process, one after the other:
 Both sides train on about as many tokens, --tokens. Everything else is that of `train_peer.py`: bf16, fused AdamW,
 clipped gradients, inputs on the device before the clock starts, true tokens, steps after a warm-up. Triton has few
 configurations of the delta net's kernels to choose from, for all ways. Writes adapter-peer-<label>-<date>.json and .md
-under --out, and with --profile the kernels of a step of each way.
+under --out, and with --profile the kernels of a step on packs, and where its host waits for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,7 @@ def time_packs(
         steps = max(3, round(options.tokens / capacity))
         batches = list(itertools.islice(itertools.cycle(full), steps))
         counts = [of_samples(dataset, [origin.index for origin in batch.origins], flops) for batch in batches]
+        retries = allocator_retries()
         try:
             seconds, losses = timed(step, batches, options)
         except torch.OutOfMemoryError:
@@ -144,7 +148,9 @@ def time_packs(
             continue
         slots = sum(batch.total_tokens for batch in batches)
         found = figures(seconds, counts, slots, losses) | {"batch": f"packs of {capacity:,}"}
+        found["allocator_retries"] = allocator_retries() - retries
         if options.profile:
+            found["waits"] = write_waits(step, batches[0], options)
             write_profile(step, batches[0], options)
         return {"": found}
     return {"": {"batch": 0}}
@@ -159,6 +165,40 @@ def write_profile(step: PackStep, batch: Any, options: argparse.Namespace) -> No
         table = profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
         path = options.out / f"profile-{options.label}-{order}.txt"
         path.write_text("\n".join(line[:91] + line[-140:] for line in table.splitlines()))
+
+
+def allocator_retries() -> int:
+    """How often memory was full and the allocator gave its unused blocks back, which waits for the device."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if DEVICE.type == "cuda" else 0
+
+
+def write_waits(step: PackStep, batch: Any, options: argparse.Namespace) -> int:
+    """Writes where the host waits for the device in a step, and returns how often."""
+    places: list[str] = []
+
+    def note(message: Any, *args: Any, **kwargs: Any) -> None:
+        if "synchroniz" in str(message):
+            frames = traceback.extract_stack()[:-1][-8:]
+            places.append(" < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames)))
+
+    with waits_as_warnings(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        step(batch)
+    (options.out / f"waits-{options.label}.txt").write_text("\n".join(places) + "\n")
+    return len(places)
+
+
+@contextmanager
+def waits_as_warnings() -> Iterator[None]:
+    """Makes torch warn at each wait for the device."""
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def dataset_for(name: str, kind: str, options: argparse.Namespace) -> VlmDataset | None:

@@ -92,6 +92,7 @@ def peak_flops(device: torch.device) -> float | None:
 def step_flops(
     model: Architecture,
     frozen: tuple[str, ...],
+    adapted: tuple[str, ...] = (),
     *,
     full_layers: int,
     gate: bool,
@@ -105,6 +106,7 @@ def step_flops(
     Args:
         model: The architecture.
         frozen: Parts that are not trained: any of "vision", "merger", "language".
+        adapted: Parts with adapters, whose own FLOP are not counted here (:mod:`model.lora.flops`).
         full_layers: Layers with full attention: causal, 2 heads d s^2 per sample of s tokens (half of 4 heads d s^2).
         gate: Whether they have an output gate.
         feed_forward_layers: Layers with a feed-forward part, all with dense layers or all with experts.
@@ -114,7 +116,10 @@ def step_flops(
     """
     language, vision, heads = model.language, model.vision, model.language.num_attention_heads * model.language.head_dim
     of_vision, of_merger, of_language = (part not in frozen for part in ("vision", "merger", "language"))
-    any_trained = of_language or of_vision or of_merger
+    # What lies between the loss and a trained weight or adapter needs gradients of inputs.
+    to_tower = of_vision or "vision" in adapted
+    to_merger = of_merger or to_tower or "merger" in adapted
+    any_trained = of_language or to_merger or "language" in adapted
     # Passes of the language model's products with weights (forward, gradient of weights, gradient of input), and of
     # those without: attention scores and the delta rule.
     passes, mixing = 1 + of_language + any_trained, 3 if any_trained else 1
@@ -123,26 +128,28 @@ def step_flops(
     return StepFlops(
         per_token=passes * weights + mixing * own_mixing,
         per_token_squared=mixing * full_layers * 2 * heads,
-        per_patch=_vision_per_patch(vision, of_vision, of_merger),
+        per_patch=_vision_per_patch(vision, of_vision, of_merger, to_tower, to_merger),
         # Attention scores of all blocks.
-        per_patch_squared=(3 if of_vision else 1) * vision.depth * 4 * vision.hidden_size,
+        per_patch_squared=(3 if to_tower else 1) * vision.depth * 4 * vision.hidden_size,
         per_target=passes * outputs * 2 * language.hidden_size * language.vocab_size,
         per_second_frame=(1 + of_vision) * _embedding_per_frame(vision),  # pixels need no gradient
     )
 
 
-def _vision_per_patch(vision: VisionArchitecture, of_vision: bool, of_merger: bool) -> int:
+def _vision_per_patch(
+    vision: VisionArchitecture, of_vision: bool, of_merger: bool, to_tower: bool, to_merger: bool
+) -> int:
     """FLOP per patch in embedding, blocks and mergers, forward and backward, without attention scores.
 
-    The last two say whether the encoder and the mergers are trained.
+    The last four say whether the weights of the encoder and the mergers need gradients, and whether their inputs do.
     """
     width, merged = vision.hidden_size, vision.hidden_size * vision.merge_unit
     blocks = vision.depth * (2 * 4 * width * width + 2 * 2 * width * vision.intermediate_size)
     merger = (1 + len(vision.deepstack_layers)) * 2 * width * (merged + vision.out_hidden_size)
     return (
         (1 + of_vision) * _embedding_per_frame(vision)  # pixels need no gradient
-        + (1 + 2 * of_vision) * blocks
-        + (1 + of_merger + (of_merger or of_vision)) * merger  # whose norm comes before its products
+        + (1 + of_vision + to_tower) * blocks
+        + (1 + of_merger + to_merger) * merger  # whose norm comes before its products
     )
 
 

@@ -7,25 +7,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+from preprocess.media_config import (
+    DamagedVideos,
+    ImageConfig,
+    MediaConfig,
+    VideoConfig,
+    data_option,
+    image_option,
+    video_codec_beside,
+)
 from preprocess.registries import RECIPES
-from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
-from vlmdata.families.video import VideoSettings
-from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ZSTD, ItemCodec, describe_codecs, libraries_of
+from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.options import OptionHelp
 
-if TYPE_CHECKING:
-    from vlmdata.media.video.container import VideoLimits
+__all__ = [
+    "EMBEDDED",
+    "DamagedVideos",
+    "ImageConfig",
+    "MediaConfig",
+    "Overlong",
+    "PreprocessConfig",
+    "SpecialText",
+    "TrainThink",
+    "TrainTurns",
+    "VideoConfig",
+    "data_option",
+    "run_option",
+    "text_option",
+    "video_codec_beside",
+]
 
 #: Options under the headings of the help page.
-data_option = partial(OptionHelp, panel="Data")
 text_option = partial(OptionHelp, panel="Text and targets")
-image_option = partial(OptionHelp, panel="Images")
-video_option = partial(OptionHelp, panel="Videos")
 run_option = partial(OptionHelp, panel="Run")
 
 #: Name of the tokenizer included in vlmdata: 6,144 ids, which fit no published model.
@@ -69,210 +87,6 @@ class SpecialText(StrEnum):
 
     REJECT = "reject"
     PLAIN = "plain"
-
-
-def _familys(name: str, part: str | None = None) -> str:
-    """Describes a default that is the family's, by its value in the default family."""
-    family = FAMILIES.find(DEFAULT_FAMILY)
-    value = getattr(family if part is None else getattr(family, part).defaults, name)
-    return f"the family's, {value:,.0f} for {DEFAULT_FAMILY}"
-
-
-@dataclass(frozen=True)
-class ImageConfig:
-    """Geometry and limits of images. ``min_pixels`` and ``max_pixels`` of None are the family's defaults."""
-
-    min_pixels: Annotated[
-        int | None,
-        image_option("Enlarge images with fewer pixels to this.", shown_default=_familys("min_pixels")),
-    ] = None
-    max_pixels: Annotated[
-        int | None,
-        image_option("Reduce images with more pixels to this.", shown_default=_familys("max_pixels")),
-    ] = None
-    #: From this size, Pillow warns of decompression bombs.
-    max_source_pixels: Annotated[int, image_option("Reject image files with more pixels before decoding.")] = 89_478_485
-
-    def __post_init__(self) -> None:
-        if self.max_source_pixels < 1:
-            raise ValueError(f"max_source_pixels is {self.max_source_pixels}; it must be positive")
-
-    def bounds(self, family: Family) -> tuple[int, int]:
-        """Returns the smallest and largest area of a resized image, in pixels.
-
-        Raises:
-            UsageError: If they contradict each other or the family.
-        """
-        least = family.min_pixels if self.min_pixels is None else self.min_pixels
-        most = family.max_pixels if self.max_pixels is None else self.max_pixels
-        default = f" (the default of family {family.name})"
-        if least < family.factor**2:
-            raise UsageError(
-                f"min_pixels is {least}{default if self.min_pixels is None else ''}; it must be at least "
-                f"{family.factor**2} ({family.factor}², one token of family {family.name})"
-            )
-        if most < least:
-            raise UsageError(
-                f"max_pixels is {most}{default if self.max_pixels is None else ''}, less than min_pixels {least}"
-                f"{default if self.min_pixels is None else ''}. Set both."
-            )
-        return least, most
-
-
-class DamagedVideos(StrEnum):
-    """Handling of video files that are incomplete or damaged."""
-
-    REJECT = "reject"
-    KEEP = "keep"
-
-
-@dataclass(frozen=True)
-class VideoConfig:
-    """Sampling and geometry of videos. None are the family's defaults, those of transformers' video processors."""
-
-    fps: Annotated[
-        float | None,
-        video_option("Frames to sample per second.", name="video_fps", shown_default=_familys("fps", "video")),
-    ] = None
-    min_frames: Annotated[
-        int | None,
-        video_option(
-            "Sample at least so many frames, if the video has them.",
-            name="video_min_frames",
-            shown_default=_familys("min_frames", "video"),
-        ),
-    ] = None
-    max_frames: Annotated[
-        int | None,
-        video_option(
-            "Sample at most so many frames.", name="video_max_frames", shown_default=_familys("max_frames", "video")
-        ),
-    ] = None
-    min_pixels: Annotated[
-        int | None,
-        video_option(
-            "Enlarge the frames of videos with fewer pixels, of all frames together (of each in qwen2_5_vl), to this.",
-            name="video_min_pixels",
-            shown_default=_familys("min_pixels", "video"),
-        ),
-    ] = None
-    max_pixels: Annotated[
-        int | None,
-        video_option(
-            "Reduce the frames of videos with more pixels, counted likewise, to this.",
-            name="video_max_pixels",
-            shown_default=_familys("max_pixels", "video"),
-        ),
-    ] = None
-    pixels: Annotated[
-        str | None,
-        video_option(
-            "How shards store videos, as for `--pixels`.",
-            name="video_pixels",
-            shown_default="that of --pixels; zstd for raw and source",
-        ),
-    ] = None
-    cap_pixels_per_frame: Annotated[
-        bool, video_option("Limit the pixels of each frame too, as transformers does from version 5.22 on.")
-    ] = False
-    damaged: Annotated[
-        DamagedVideos,
-        video_option(
-            "Video files that are incomplete or damaged: reject, or keep the frames before the damage.",
-            name="damaged_videos",
-        ),
-    ] = DamagedVideos.REJECT
-
-    def __post_init__(self) -> None:
-        for name in ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"video_{name} is {value}; it must be positive")
-
-    def settings(self, defaults: VideoSettings) -> VideoSettings:
-        """Returns the settings of the run, with the family's defaults filled in.
-
-        Raises:
-            UsageError: If they contradict each other.
-        """
-        names = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        made = dataclasses.replace(defaults, cap_pixels_per_frame=self.cap_pixels_per_frame, **given)
-        for name in ("frames", "pixels"):
-            least, most = getattr(made, f"min_{name}"), getattr(made, f"max_{name}")
-            if least > most:
-                raise UsageError(f"video_min_{name} is {least}, more than video_max_{name} {most}. Set both.")
-        return made
-
-    def codec(self, images: ItemCodec) -> ItemCodec:
-        """Returns what stores the videos of a run.
-
-        Args:
-            images: What stores its images.
-        """
-        return CODECS.find(self.pixels or video_codec_beside(images))
-
-    def to_json(self, family: Family, images: ItemCodec) -> dict[str, Any] | None:
-        """Returns the options as JSON, with the family's defaults filled in; None if the family has no videos.
-
-        Args:
-            family: The family.
-            images: What stores the images of the run.
-
-        Raises:
-            UsageError: If they contradict each other.
-        """
-        if family.video is None:
-            return None
-        made = dataclasses.asdict(self.settings(family.video.defaults)) | {"pixels": self.codec(images).name}
-        return {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}
-
-    def limits(self, max_source_pixels: int) -> VideoLimits:
-        """Returns what is accepted of video files."""
-        from vlmdata.media.video.container import (
-            VideoLimits,  # slow to import: the help of the command needs this module
-        )
-
-        return VideoLimits(max_source_pixels, self.damaged is DamagedVideos.KEEP)
-
-
-def video_codec_beside(images: ItemCodec) -> str:
-    """Returns the name of the codec that stores videos if none is given: that of images, if it makes them smaller.
-
-    Raw frames take 20 to 100 times the space of their file, and ``source`` has no videos (docs/decisions/0090).
-    """
-    return ZSTD if images.name == RAW or images.needs_file else images.name
-
-
-@dataclass(frozen=True)
-class MediaConfig:
-    """Access to image files that rows name."""
-
-    image_root: Annotated[
-        str | None,
-        data_option(
-            "Folder or URL (s3://…) that image paths in the data are relative to and may not leave. Default: the "
-            "source's folder."
-        ),
-    ] = None
-    allow_urls: Annotated[bool, data_option("Download http(s) images named in the data.")] = False
-    private_hosts: Annotated[
-        tuple[str, ...],
-        data_option(
-            "With --allow-urls: a host in a private network, or on this machine, that may be asked; `host` or "
-            "`host:port`. Repeatable.",
-            name="allow_private_host",
-            metavar="HOST",
-            shown_default=False,
-        ),
-    ] = ()
-
-    def __post_init__(self) -> None:
-        for host in self.private_hosts:
-            if not host or "/" in host or "@" in host:
-                raise ValueError(
-                    f"--allow-private-host {host!r} is no host; write it as images.example or 10.0.0.7:8000"
-                )
 
 
 @dataclass(frozen=True)
@@ -346,12 +160,40 @@ class PreprocessConfig:
     special_text: Annotated[
         SpecialText, text_option("Text of special tokens in data: reject, or encode as plain text.")
     ] = SpecialText.REJECT
+    system_prompt: Annotated[
+        str | None, text_option("Begin conversations that have no system turn with a system turn of this text.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any],
+        text_option(
+            'Arguments of the chat template as JSON, such as `{"enable_thinking": false}`. A row\'s '
+            "`chat_template_kwargs` go before them.",
+            metavar="JSON",
+            typed="",
+            shown_default=False,
+        ),
+    ] = field(default_factory=dict)
     strict: Annotated[
         bool,
         data_option("Reject rows with keys that the recipe does not know, or with reasoning that the template drops."),
     ] = False
     pad_multiple: Annotated[int, text_option("Pad stored lengths to multiples of this (a loader can re-pad).")] = 16
     rows_per_shard: Annotated[int, run_option("Source rows per shard.")] = 256
+    keep_columns: Annotated[
+        tuple[str, ...],
+        data_option(
+            "Columns of the source to carry into the index, for `vlmdata select --where \"source.lang == 'de'\"`: "
+            "`lang,meta.quality`, with dots for nested ones.",
+            metavar="NAME,NAME",
+            shown_default=False,
+        ),
+    ] = ()
+    keep_conversations: Annotated[
+        bool,
+        data_option(
+            "Store each conversation or document with its sample, so that `vlmdata retokenize` needs no source later."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         FAMILIES.find(self.family)  # refuses an unknown name
@@ -366,6 +208,8 @@ class PreprocessConfig:
         libraries_of(videos)
         if videos.needs_file:
             raise ValueError(f"video_pixels is {videos.name}, which stores files of images; choose another codec")
+        if len(set(self.keep_columns)) < len(self.keep_columns) or not all(self.keep_columns):
+            raise ValueError(f"keep_columns is {','.join(self.keep_columns)}; name each column once")
         for name in ("max_length", "pad_multiple", "rows_per_shard"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -395,4 +239,31 @@ class PreprocessConfig:
         hosts = options["media"].pop("private_hosts")
         if hosts:  # earlier versions had no such option
             options["media"]["private_hosts"] = list(hosts)
-        return options
+        options["keep_columns"] = list(self.keep_columns)
+        return {name: value for name, value in options.items() if name not in _LATER or value != _LATER[name]}
+
+    @classmethod
+    def from_json(cls, options: Mapping[str, Any]) -> PreprocessConfig:
+        """Returns the configuration of a dataset, from the options in its manifest.
+
+        Raises:
+            ValueError, TypeError: If an option is unknown or has a wrong value, as those of other versions may.
+        """
+        given, words = dict(options), {"train_turns": TrainTurns, "train_think": TrainThink}
+        words |= {"overlong": Overlong, "special_text": SpecialText}
+        given |= {name: kind(given[name]) for name, kind in words.items() if name in given}
+        image, media, video = (dict(given.pop(name, None) or {}) for name in ("image", "media", "video"))
+        if "damaged" in video:
+            video["damaged"] = DamagedVideos(video["damaged"])
+        given["keep_columns"] = tuple(given.get("keep_columns", ()))
+        media["private_hosts"] = tuple(media.get("private_hosts", ()))
+        return cls(image=ImageConfig(**image), media=MediaConfig(**media), video=VideoConfig(**video), **given)
+
+
+#: Options that earlier versions did not have, with their defaults, which are not recorded.
+_LATER: Mapping[str, Any] = {
+    "system_prompt": None,
+    "keep_columns": [],
+    "chat_template_kwargs": {},
+    "keep_conversations": False,
+}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+from vlmdata.wording import counted
 
 #: A value of a column that a recipe attaches to a sample.
 ColumnValue = str | int | float | bool | None
@@ -68,9 +70,10 @@ class VideoPart:
     """A video, and how the data asks to sample and resize it. None leaves it to the run.
 
     Attributes:
-        data: The encoded file, or the image files of its frames. Those are used as they are: none is left out.
+        data: The encoded file, or the image files of its frames. Those with a rate are all used; those with
+            timestamps are sampled if one of the arguments from ``fps`` to ``max_frames`` is given.
         field: Place in the row, for messages.
-        rate: Frames per second of the video of which ``data`` are the frames; needed with frames, else None.
+        rate: Frames per second of the video of which ``data`` are the frames; None for a file.
         fps: Sampled frames per second.
         num_frames: Number of sampled frames; not with ``fps``.
         min_frames: Fewest sampled frames; used with ``fps``.
@@ -78,9 +81,10 @@ class VideoPart:
         min_pixels: Smallest area of a resized frame in pixels.
         max_pixels: Largest area of a resized frame in pixels.
         total_pixels: Largest area of all resized frames in pixels.
-        start: Where the sampled part begins, in seconds.
+        start: Where the sampled part begins, in seconds; with a file or timestamps.
         end: Where it ends, in seconds.
         seconds: When each temporal patch is shown; the encoder sets it.
+        timestamps: When each of the frames in ``data`` is shown, in seconds, ascending; instead of ``rate``.
     """
 
     data: bytes | tuple[bytes, ...]
@@ -96,14 +100,17 @@ class VideoPart:
     start: float | None = None
     end: float | None = None
     seconds: tuple[float, ...] = ()
+    timestamps: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, bytes):
             _require_tuple("VideoPart.data", self.data, (bytes,), "the bytes of image files")
-            if not self.data or self.rate is None:
-                raise ValueError("VideoPart.data is a tuple of frames; there must be one, and their rate must be given")
-        elif self.rate is not None:
-            raise ValueError("VideoPart.rate is that of frames; a file has its own")
+            if not self.data or (self.rate is None) == (self.timestamps is None):
+                raise ValueError("VideoPart.data is a tuple of frames; it needs at least one, and a rate or timestamps")
+            if self.timestamps is not None and (fault := timestamps_fault(self.timestamps, len(self.data))):
+                raise ValueError(f"VideoPart.timestamps{fault}")
+        elif self.rate is not None or self.timestamps is not None:
+            raise ValueError("VideoPart.rate and timestamps are those of frames; a file has its own")
         for name in ("num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -118,6 +125,28 @@ class VideoPart:
                 raise ValueError(f"VideoPart.{name} is {value!r}; it must be a number of seconds from 0")
         if self.fps is not None and self.num_frames is not None:
             raise ValueError("VideoPart.fps and num_frames exclude each other")
+
+
+def timestamps_fault(times: Sequence[Any], frames: int) -> str:
+    """Says why times cannot be those of a list of frames, as the rest of a sentence that begins with their name.
+
+    Args:
+        times: Seconds at which each frame is shown.
+        frames: Number of frames.
+
+    Returns:
+        The fault with its value; "" if there is none.
+    """
+    if len(times) != frames:
+        return f" has {counted(len(times), 'time')} for {counted(frames, 'frame')}; write one per frame"
+    before: float = -1
+    for number, time in enumerate(times):
+        if type(time) not in (int, float) or not math.isfinite(time) or time < 0:
+            return f"[{number}] is {time!r}; it must be a number of seconds from 0"
+        if time <= before:
+            return f"[{number}] is {time}, not after {before} before it; write frames in the order of their times"
+        before = time
+    return ""
 
 
 MediaPart = ImagePart | VideoPart
@@ -187,6 +216,8 @@ class Conversation:
             ``--strict`` rejects the row.
         columns: Facts to store with the sample, such as ``{"lang": "de"}``: text, finite numbers, booleans, None, or
             lists of these. They change no token.
+        template_arguments: Arguments of the chat template by name, such as ``{"enable_thinking": False}``, above those
+            of the run (``--chat-template-kwargs``).
     """
 
     messages: tuple[Message, ...]
@@ -195,6 +226,7 @@ class Conversation:
     unused: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     columns: Columns = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_tuple("Conversation.messages", self.messages, (Message,), "Message")
@@ -203,6 +235,7 @@ class Conversation:
         _require_tuple("Conversation.unknown", self.unknown, (str,), "str")
         _require_weight("Conversation.loss_weight", self.loss_weight)
         _require_columns("Conversation.columns", self.columns)
+        _require_names("Conversation.template_arguments", self.template_arguments)
 
     @property
     def images(self) -> list[ImagePart]:
@@ -290,6 +323,11 @@ def _require_columns(name: str, columns: Any) -> None:
         json.dumps(dict(columns), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} holds text that is not Unicode: {error}") from error
+
+
+def _require_names(name: str, values: Any) -> None:
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise TypeError(f"{name} is {values!r}; it must map names to values")
 
 
 def _kind(value: Any) -> str:

@@ -50,6 +50,14 @@ class ParameterMaps[A: Architecture](Protocol):
     ) -> dict[str, ParameterMap]: ...
 
 
+class StepFlopsOf[A: Architecture](Protocol):
+    """Returns the FLOP formula of a model, given the parts whose weights are frozen and those that have adapters."""
+
+    def __call__(  # noqa: D102
+        self, model: A, mtp: bool = ..., frozen: tuple[str, ...] = ..., adapted: tuple[str, ...] = ...
+    ) -> StepFlops: ...
+
+
 @dataclass(frozen=True)
 class ModelSpec[A: Architecture]:
     """A model family. Only ``build`` and ``parameter_maps`` need torch.
@@ -63,7 +71,8 @@ class ModelSpec[A: Architecture]:
         from_hf: Reads the content of a ``config.json`` or a transformers config. The second argument names unknown
             fields that are known to be harmless. Raises ValueError for anything that the model does not compute.
         to_hf: Returns the content of a ``config.json`` that ``from_hf`` and transformers can read.
-        step_flops: FLOP formula; takes the architecture, whether multi-token prediction is trained, and frozen parts.
+        step_flops: FLOP formula; takes the architecture, whether multi-token prediction is trained, frozen parts
+            and parts with adapters.
         check: Raises :class:`model.network.settings.SettingError` for settings that do not fit an architecture.
         build: Builds a model.
         parameter_maps: Makes the weight name table.
@@ -79,7 +88,7 @@ class ModelSpec[A: Architecture]:
     small: frozenset[str]
     from_hf: Callable[[Mapping[str, Any] | Any, Collection[str]], A]
     to_hf: Callable[[A], dict[str, Any]]
-    step_flops: Callable[[A, bool, tuple[str, ...]], StepFlops]
+    step_flops: StepFlopsOf[A]
     check: Callable[[ModelSettings, A], None]
     build: Build[A]
     parameter_maps: ParameterMaps[A]

@@ -205,6 +205,26 @@ class NormProduct(torch.autograd.Function):
         return dx, dscale, dweight, dbias, None, None
 
 
+class NormAlone(torch.autograd.Function):
+    """Maps x (…, k) and a norm's weight (k,) to x's RMS norm, (…, k)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, norm: Norm) -> Tensor:
+        """Normalises."""
+        normed, rate = engine().norm(x.view(-1, x.shape[-1]), scale, norm)
+        ctx.save_for_backward(x, scale, rate)
+        ctx.norm = norm
+        return normed.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of x and the norm's weight."""
+        x, scale, rate = ctx.saved_tensors
+        d = grads[0].contiguous().view(-1, grads[0].shape[-1])
+        dx, dscale = engine().norm_backward(d, x.view(d.shape), rate, scale, ctx.norm)
+        return dx.view(x.shape), dscale if ctx.needs_input_grad[1] else None, None
+
+
 def _norm_product(
     x: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,11 +305,26 @@ class ShortNormLinear(ShortLinear):
     inf_ln_sm_margin: int
     bwd_ln_sm_margin: int
 
+    def product_and_norm(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        """Returns what a call does, and x (…, k) after the norm, for a wrapper; None if the short way does not suit.
+
+        The norm is then a function of its own, since two products use it.
+        """
+        parameters = self._parameters
+        if self.gemm_bias_unfused_add or not _goes_short(self, x, parameters.get("weight")):
+            return None
+        scale, weight, bias = (parameters.get(name) for name in ("layer_norm_weight", "weight", "bias"))
+        normed: Tensor = NormAlone.apply(x.contiguous(), scale, self._norm())
+        out: Tensor = Product.apply(normed, weight, bias if self.apply_bias else None, self._accumulate(weight))
+        return out, bias if self.te_return_bias else None, normed
+
+    def _norm(self) -> Norm:
+        margin = self.fwd_ln_sm_margin if torch.is_grad_enabled() else self.inf_ln_sm_margin
+        return Norm(self.eps, self.zero_centered_gamma, margin, self.bwd_ln_sm_margin)
+
     def _multiply(self, x: Tensor, weight: Any, bias: Any) -> Tensor:
         accumulate, scale = self._accumulate(weight), self._parameters["layer_norm_weight"]
-        with_gradients = torch.is_grad_enabled()
-        margin = self.fwd_ln_sm_margin if with_gradients else self.inf_ln_sm_margin
-        norm = Norm(self.eps, self.zero_centered_gamma, margin, self.bwd_ln_sm_margin)
+        with_gradients, norm = torch.is_grad_enabled(), self._norm()
         if with_gradients:
             out: Tensor = NormProduct.apply(x, scale, weight, bias, norm, accumulate)
             return out

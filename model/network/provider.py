@@ -7,16 +7,19 @@ checkpoint keys.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from model.network.attention import SegmentAttention
 from model.network.linear import ShortLinear, ShortNormLinear, functions_are_known, with_short_way
-from model.network.wrapping import wrappable
+from model.network.wrapping import wrappable, wrappable_experts, wrappable_group
 
 
 class RMSNorm(nn.Module):
@@ -94,6 +97,10 @@ class TorchProvider(LocalSpecProvider):
         """Returns megatron-core's layer, with a place for a wrapper."""
         return wrappable(super().row_parallel_linear(), columns=False)
 
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        """Returns megatron-core's experts, with a place for a wrapper."""
+        return _wrappable(super().grouped_mlp_modules(moe_use_grouped_gemm))
+
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
         """Returns an RMS norm or a layer norm."""
         return RMSNorm if rms_norm else LayerNorm
@@ -157,9 +164,22 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
         def column_parallel_layer_norm_linear(self) -> type:
             return wrappable(shorter(super().column_parallel_layer_norm_linear(), ShortNormLinear), columns=True)
 
+        def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+            return _wrappable(super().grouped_mlp_modules(moe_use_grouped_gemm))
+
         def plain_rms_norm(self) -> Any:
             return PlainNorm
 
     provider = TransformerEngineProvider()
     provider.compiled = compiled
     return provider
+
+
+def _wrappable(experts: partial[Any]) -> partial[Any]:
+    """Gives megatron-core's experts, whose layers are grouped or single, a place for a wrapper."""
+    layers = experts.keywords["submodules"]
+    if isinstance(layers, GroupedMLPSubmodules):
+        first, second = wrappable_group(layers.linear_fc1), wrappable_group(layers.linear_fc2)
+    else:
+        first, second = wrappable(layers.linear_fc1, columns=True), wrappable(layers.linear_fc2, columns=False)
+    return partial(wrappable_experts(experts.func), submodules=replace(layers, linear_fc1=first, linear_fc2=second))

@@ -50,6 +50,8 @@ from model.parallel.item_blocks import ItemBlocks
 from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from model.parallel.row_exchange import RowReceiver
 from vlmdata.batch import PackedBatch
+from vlmdata.families import family
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.wording import counted
 
 
@@ -176,7 +178,11 @@ class VisionLanguageModel(SavedModel):
             )
         found = self._encode(batch, index)
         merged = self._merge(batch.input_ids, found, index.local)
-        return self._scatter(merged), self._beside(batch, index, found)
+        inputs = self._scatter(merged)
+        if vars(self).get("adapted") and torch.is_grad_enabled() and not inputs.requires_grad:
+            # Recomputation gives a layer gradients only if its input needs one, and all weights before it are frozen.
+            inputs.requires_grad_()
+        return inputs, self._beside(batch, index, found)
 
     def _receive(self, index: PackIndex) -> Tensor | None:
         """Hands the previous stage's hidden states to the decoder, and returns what came beside them."""
@@ -261,17 +267,21 @@ def _check_placeholders(batch: PackedBatch, blocks: ItemBlocks, index: PackIndex
     if batch.input_ids.device.type != "cpu":
         return
     ids = batch.input_ids[0]
-    _check_kind(batch, "image", ids, blocks.are_of(videos=False)[index.local], architecture.image_token_id)
-    if len(batch.host.video_starts):
-        _check_kind(batch, "video", ids, blocks.are_of(videos=True)[index.local], architecture.video_token_id)
+    token_ids = {IMAGE: architecture.image_token_id, VIDEO: architecture.video_token_id}
+    for kind, token_id in token_ids.items():
+        if kind == IMAGE or len(batch.host.video_starts):
+            token = family(architecture.data_family).expansion(kind).token
+            _check_kind(batch, kind, ids, blocks.are_of(videos=kind == VIDEO)[index.local], token, token_id)
 
 
-def _check_kind(batch: PackedBatch, kind: str, ids: Tensor, wanted: npt.NDArray[np.bool_], token_id: int) -> None:
+def _check_kind(
+    batch: PackedBatch, kind: str, ids: Tensor, wanted: npt.NDArray[np.bool_], token: str, token_id: int
+) -> None:
     """Checks that the tokens of this rank have a placeholder's id exactly where its items are, bool (t,)."""
     found = ids == token_id
     if not torch.equal(found, torch.from_numpy(wanted)):
         raise ValueError(
-            f"pack {batch.pack} has {int(found.sum())} tokens of id {token_id} (<|{kind}_pad|>), but its {kind} grids "
+            f"pack {batch.pack} has {int(found.sum())} tokens of id {token_id} ({token}), but its {kind} grids "
             f"cover {int(wanted.sum())}, or other places; does the architecture use the dataset's vocabulary? "
             "See Architecture.with_vocabulary"
         )

@@ -1,59 +1,84 @@
-"""The seam for what wraps linear layers, such as low-rank adapters: a hook in each layer.
+"""The seam for what wraps linear layers, such as low-rank adapters: a place in each layer and each set of experts.
 
-Providers make linear layers with :func:`wrappable`. :func:`wrap` then gives some of them a :class:`LinearWrapper`, a
+Providers make linear layers with :func:`wrappable`, grouped layers of experts with :func:`wrappable_group` and sets of
+experts with :func:`wrappable_experts`. :func:`wrap` and :func:`wrap_experts` then give some of them a wrapper: a
 submodule that adds to the layer's product. Its parameters have names and checkpoint keys of their own
-(:func:`is_of_wrapper`), which other weights may lack, and an export merges them into the layer's weight. Experts that
-are computed as a group have no hook.
+(:func:`is_of_wrapper`), which other weights may lack.
+
+All tensor-parallel ranks hold a layer's whole wrapper. Between its two products lies a tensor as narrow as its rank;
+only that is exchanged. A rank's gradients cover its columns, rows or tokens only, so they are summed over the ranks
+once per step (:func:`sum_wrapper_gradients`).
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from model.parallel.exchange import summed
+from model.network.awaited import await_weight
 
-#: Name of the submodule of a wrapped layer.
+#: Name of the submodule of a wrapped layer, or of wrapped experts.
 WRAPPER = "wrapper"
+#: Attribute of a layer of experts: the experts' wrapper, the layer's name, and the expert's number, None for all.
+_OF_EXPERTS = "_wrapper_of_experts"
+#: Mark of a parameter whose gradient is summed over tensor-parallel ranks.
+_SUMMED = "summed_over_tensor_ranks"
 
 
 class LinearWrapper(nn.Module, ABC):
-    """Adds to the product of a linear layer with input width k and output width n.
+    """Adds a product of low rank r to that of a linear layer with input width k and output width n.
 
     Attributes:
-        shard_dims: Axis of each parameter that tensor parallelism shards. All ranks hold the others whole, and their
-            gradients are summed over the ranks.
+        narrowing: Names of the parameters that :meth:`narrow` uses; :meth:`widen` uses the others.
     """
 
-    shard_dims: Mapping[str, int] = {}
+    narrowing: frozenset[str]
 
     @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns what is added to the product.
+    def narrow(self, x: Tensor) -> Tensor:
+        """Returns the first product.
 
         Args:
-            x: (…, k), what the layer's weight multiplies: after the layer's norm, if it has one, and of all tokens. A
-                rank of a row-parallel layer has some of the columns.
+            x: (…, k), what the layer's weight multiplies: after the layer's norm, if it has one. A rank of a
+                row-parallel layer has its own columns; the results of all ranks are summed.
 
         Returns:
-            (…, n). A rank of a column-parallel layer returns its columns; what ranks of a row-parallel layer return is
-            summed over them.
+            (…, r).
         """
 
     @abstractmethod
-    def merged(self, weight: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weight with which the layer alone computes the same.
+    def widen(self, narrow: Tensor, out: Tensor) -> Tensor:
+        """Adds the second product.
 
         Args:
-            weight: (n, k), the layer's whole weight.
-            own: Whole parameters of the wrapper by name.
+            narrow: (…, r), of all ranks.
+            out: (…, n), the layer's product. A rank of a column-parallel layer has its own columns.
+
+        Returns:
+            (…, n).
+        """
+
+
+class ExpertsWrapper(nn.Module, ABC):
+    """Adds to the products of all experts that a rank holds. Parameters have an axis of experts in front."""
+
+    @abstractmethod
+    def of_one(self, layer: str, expert: int, x: Tensor, out: Tensor) -> Tensor:
+        """Returns ``out`` (…, n) of an expert's layer for x (…, k), with what is added."""
+
+    @abstractmethod
+    def of_all(self, layer: str, counts: Any, x: Tensor, out: Tensor) -> Tensor:
+        """Returns ``out`` (t, n) of all experts' layers for x (t, k), with what is added.
+
+        ``counts`` are numbers of tokens: x has those of the first expert first.
         """
 
 
@@ -62,26 +87,43 @@ def is_of_wrapper(name: str) -> bool:
     return f".{WRAPPER}." in name
 
 
-def wrap(model: nn.Module, make: Callable[[str, nn.Module], LinearWrapper | None]) -> int:
-    """Gives linear layers a wrapper.
+def wrap(layer: WrappableLinear, wrapper: LinearWrapper) -> None:
+    """Gives a linear layer a wrapper, before training wraps the model."""
+    group, spread = layer.tensor_group, layer.sequence_parallel
+    layer.add_module(WRAPPER, wrapper)
+    for name, parameter in wrapper.named_parameters():
+        parameter.tensor_model_parallel = False  # type: ignore[attr-defined]  # the gradient norm counts it once
+        # Without sequence parallelism, the ranks' gradients are equal where all columns, or all rows, take part.
+        partial = spread or (name in wrapper.narrowing) != layer.columns
+        setattr(parameter, _SUMMED, partial and group.size() > 1)
 
-    Args:
-        model: An unwrapped model of any layout and back end, before training wraps it.
-        make: Makes the wrapper of a layer from its name in the model and the layer, on the layer's device; or None.
 
-    Returns:
-        Number of wrapped layers on this rank.
-    """
-    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, WrappableLinear)]
-    made = [(layer, wrapper) for name, layer in layers if (wrapper := make(name, layer)) is not None]
-    for layer, wrapper in made:
-        layer.add_module(WRAPPER, wrapper)
-        for name, parameter in wrapper.named_parameters():
-            sharded = name in wrapper.shard_dims
-            parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]  # the gradient norm counts it so
-            if not sharded and layer.tensor_group.size() > 1:
-                parameter.register_hook(functools.partial(summed, layer.tensor_group))
-    return len(made)
+def wrap_experts(experts: nn.Module, wrapper: ExpertsWrapper) -> None:
+    """Gives a set of experts a wrapper. Its parameters get the marks of the experts' own."""
+    layers: Any = experts
+    first = next(each for name, each in experts.named_parameters() if not is_of_wrapper(name))
+    for parameter in wrapper.parameters():
+        for mark in ("allreduce", "tensor_model_parallel"):
+            if hasattr(first, mark):
+                setattr(parameter, mark, getattr(first, mark))
+    experts.add_module(WRAPPER, wrapper)
+    for name in ("linear_fc1", "linear_fc2"):
+        if hasattr(layers, "local_experts"):
+            for number, expert in enumerate(layers.local_experts):
+                vars(getattr(expert, name))[_OF_EXPERTS] = (wrapper, name, number)
+        else:
+            vars(getattr(layers, name))[_OF_EXPERTS] = (wrapper, name, None)
+
+
+@torch.no_grad()
+def sum_wrapper_gradients(parameters: Iterable[Any]) -> None:
+    """Sums ``main_grad`` of wrappers over tensor-parallel ranks. Call it once per step, on complete gradients."""
+    gradients = [each.main_grad for each in parameters if each.requires_grad and getattr(each, _SUMMED, False)]
+    if gradients:
+        flat = torch.cat([each.flatten() for each in gradients])
+        dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
+        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 class WrappableLinear(nn.Module):
@@ -97,53 +139,92 @@ class WrappableLinear(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """See the layer. With a wrapper, adds to its product."""
-        out, bias = super().forward(x, *args, **kwargs)
         wrapper = self._modules.get(WRAPPER)
-        return (out if wrapper is None else out + self._added(wrapper, x)), bias
+        if wrapper is None:
+            out, bias = super().forward(x, *args, **kwargs)
+            return _with_experts(self, x, out), bias
+        assert isinstance(wrapper, LinearWrapper)
+        await_weight(wrapper)
+        if "layer_norm_weight" in self._parameters:
+            out, bias, x = self._with_normed(x)
+        else:
+            out, bias = super().forward(x, *args, **kwargs)
+        return wrapper.widen(self._exchanged(wrapper.narrow(x)), out), bias
 
-    def _added(self, wrapper: nn.Module, x: Tensor) -> Tensor:
-        group, spread = self.tensor_group, self.sequence_parallel
-        norm = self._parameters.get("layer_norm_weight")
-        if norm is not None:
-            x = self._normed(x, norm)
+    def _exchanged(self, narrow: Tensor) -> Tensor:
+        """Completes the first product: of all tokens for a column-parallel layer, else summed over the ranks."""
+        group = self.tensor_group
         if group.size() == 1:
-            return wrapper(x)  # type: ignore[no-any-return]
+            return narrow
         if self.columns:
-            gather = tensor_parallel.gather_from_sequence_parallel_region
-            x = gather(x, group=group) if spread else tensor_parallel.copy_to_tensor_model_parallel_region(x, group)
-            return wrapper(x)  # type: ignore[no-any-return]
-        scatter = tensor_parallel.reduce_scatter_to_sequence_parallel_region
-        reduce = tensor_parallel.reduce_from_tensor_model_parallel_region
-        added: Tensor = scatter(wrapper(x), group=group) if spread else reduce(wrapper(x), group)
-        return added
+            if self.sequence_parallel:
+                return tensor_parallel.gather_from_sequence_parallel_region(narrow, group=group)  # type: ignore[no-any-return]
+            return tensor_parallel.copy_to_tensor_model_parallel_region(narrow, group)  # type: ignore[no-any-return]
+        if self.sequence_parallel:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(narrow, group=group)  # type: ignore[no-any-return]
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(narrow, group)  # type: ignore[no-any-return]
 
-    def _normed(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Transformer Engine's layer computes its norm inside, so that of the wrapper's input is computed again."""
+    def _with_normed(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Returns product, bias and the input after the norm, which Transformer Engine's layer computes inside."""
         layer: Any = self
-        assert layer.normalization == "RMSNorm"
-        wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + layer.eps)
-        normed: Tensor = (wide * (scale.float() + layer.zero_centered_gamma)).type_as(x)
-        return normed
+        short = layer.product_and_norm(x) if hasattr(self, "product_and_norm") else None
+        if short is not None:
+            return short  # type: ignore[no-any-return]
+        layer.return_layernorm_output = True
+        try:
+            out, bias = super().forward(x)
+        finally:
+            layer.return_layernorm_output = False
+        # Transformer Engine returns a second or third value; megatron-core adds None where there is no bias.
+        if isinstance(out, tuple):
+            return out[0], bias, out[1]
+        raise AssertionError(f"{type(self).__name__} did not return what its norm gave")
+
+
+class _WrappableGroup(nn.Module):
+    """A layer of all experts of a rank; a mixin of :func:`wrappable_group`."""
+
+    def forward(self, x: Tensor, counts: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """See the layer. With a wrapper, adds to its product."""
+        out, bias = super().forward(x, counts, *args, **kwargs)
+        return _with_experts(self, x, out, counts), bias
+
+
+def _with_experts(layer: nn.Module, x: Tensor, out: Tensor, counts: Any = None) -> Tensor:
+    """Adds to the product of a layer of one expert or all, if their set has a wrapper."""
+    found: tuple[ExpertsWrapper, str, int | None] | None = vars(layer).get(_OF_EXPERTS)
+    if found is None:
+        return out
+    wrapper, name, number = found
+    await_weight(wrapper)
+    return wrapper.of_all(name, counts, x, out) if number is None else wrapper.of_one(name, number, x, out)
+
+
+class _WrappableExperts(nn.Module):
+    """A set of experts with a place for a wrapper; a mixin of :func:`wrappable_experts`."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the layer's sharded state. It would take all parameters of the wrapper as replicated."""
+        """Returns the sharded state. megatron-core's would take a wrapper as replicated, or leave it out."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        wrapper: Any = self._modules.get(WRAPPER)
+        wrapper = self._modules.get(WRAPPER)
         if wrapper is None:
             return state
-        assert metadata is not None
         place = f"{prefix}{WRAPPER}."
-        own: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            wrapper.state_dict(prefix="", keep_vars=True),
-            place,
-            dict(wrapper.shard_dims),
-            sharded_offsets,
-            tp_group=self.tensor_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        return {name: entry for name, entry in state.items() if not name.startswith(place)} | own
+        state = {name: entry for name, entry in state.items() if not name.startswith(place)}
+        groups: Any = self
+        ranks = parallel_state.get_expert_data_parallel_group()
+        for name, parameter in wrapper.named_parameters():
+            state[place + name] = ShardedTensor.from_rank_offsets(
+                place + name,
+                parameter,
+                *sharded_offsets,
+                (len(sharded_offsets), groups.ep_group.rank(), groups.ep_group.size()),
+                replica_id=(0, 0, ranks.rank()),
+                prepend_axis_num=len(sharded_offsets),
+            )
+        return state
 
 
 @functools.cache
@@ -153,3 +234,15 @@ def wrappable(layer: type, *, columns: bool) -> type:
     It keeps the name of the class, because megatron-core knows some layers by it.
     """
     return type(layer.__name__, (WrappableLinear, layer), {"columns": columns})
+
+
+@functools.cache
+def wrappable_group(layer: type) -> type:
+    """Returns a class of grouped linear layers of experts with a place for a wrapper."""
+    return type(layer.__name__, (_WrappableGroup, layer), {})
+
+
+@functools.cache
+def wrappable_experts(experts: type) -> type:
+    """Returns a class of sets of experts with a place for a wrapper."""
+    return type(experts.__name__, (_WrappableExperts, experts), {})

@@ -12,6 +12,8 @@ import torch
 
 from model.architecture import Architecture
 from model.families import adopts_vocabulary, architecture_from_hf, spec_of
+from model.lora.attach import Plan, attach, fill, plan_of
+from model.lora.peft_files import read_adapter
 from model.network.settings import ModelSettings, SettingError
 from model.network.vision_attention import FlashAttention
 from model.training.data import RankPlace, manifest_of
@@ -112,6 +114,24 @@ def computed_by(model: MegatronModule, settings: ModelSettings, device: torch.de
     tower = ", FlashAttention 4 in the vision tower" if flash else ""
     fp8 = f", FP8 ({settings.fp8_recipe})" if settings.fp8 else ""
     return f"back end {settings.backend}{tower}, {str(settings.params_dtype).removeprefix('torch.')}{fp8}, on {where}"
+
+
+def adapt(config: TrainConfig, architecture: Architecture, model: MegatronModule, resumed: bool = False) -> Plan | None:
+    """Gives this rank's part of a model the adapters of the run, and freezes its weights. None without LoRA.
+
+    A new run starts from ``lora.weights``, if set.
+
+    Raises:
+        LoraError: If a target fits nothing, or ``lora.weights`` is another adapter.
+    """
+    options, mtp = config.lora, config.model.mtp is not False and architecture.mtp_layers > 0
+    if options.rank is None:
+        return None
+    plan = plan_of(architecture, options, mtp=mtp, language_only=config.model.language_only)
+    attach(model, plan, config.run.seed)
+    if options.weights is not None and not resumed:
+        fill(model, read_adapter(Path(options.weights), plan.sites, options))
+    return plan
 
 
 def build(config: TrainConfig, architecture: Architecture, place: RankPlace, device: torch.device) -> MegatronModule:

@@ -112,7 +112,8 @@ def open_loader(
         "pixels": of_tower or (place.first_stage and shared and not model.language_only),
         "labels": not of_tower and (place.last_stage or weighs),
     }
-    flops = spec_of(architecture).step_flops(architecture, model.mtp is not False, model.freeze)
+    parts = config.frozen_parts, config.adapted_parts
+    flops = spec_of(architecture).step_flops(architecture, model.mtp is not False, *parts)
     try:
         options = LoaderConfig.of(
             **data.loader_options

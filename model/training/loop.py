@@ -19,7 +19,9 @@ from model.architecture import Architecture
 from model.families import spec_of
 from model.flops import peak_flops
 from model.kernels.ahead import KernelsAhead
-from model.training.build import architecture_of, build, computed_by, parameter_dtype
+from model.lora.attach import Plan
+from model.lora.flops import with_adapters
+from model.training.build import adapt, architecture_of, build, computed_by, parameter_dtype
 from model.training.checkpoints.best import Best
 from model.training.checkpoints.checkpoint import Checkpoints, megabytes
 from model.training.checkpoints.folder import newest_in
@@ -93,6 +95,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
         start = find_start(config, checkpoints, resume)
         with together():
             model = build(config, architecture, place, device)
+            plan = adapt(config, architecture, model, resume)
             trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
         loaders = {"data": loader} | {f"evaluation data ({name})": each for name, each in sets.items()}
@@ -106,9 +109,11 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
         log.say(_describe(config, architecture, place, everywhere, loader))
         log.say(computed_by(model, settings_of(config, architecture, device.type == "cuda"), device))
         name_damage_once(place)
+        if plan is not None:
+            log.say(plan.described())
         for note in [*_empty_packs(loader), *also_trained_on(sets, loader), *notes]:
             log.say(note)
-        steps = _Loop(config, architecture, place, learner, vision, checkpoints, loader, sets, log, device)
+        steps = _Loop(config, architecture, plan, place, learner, vision, checkpoints, loader, sets, log, device)
         stack.callback(steps.profiler.close)
         stack.enter_context(ending())
         if device.type == "cuda":  # other processes of the node would compile what is being compiled
@@ -166,6 +171,7 @@ class _Loop:
         self,
         config: TrainConfig,
         architecture: Architecture,
+        plan: Plan | None,
         place: RankPlace,
         learner: Learner,
         vision: VisionSide | None,
@@ -179,12 +185,15 @@ class _Loop:
         self._place, self._loader, self._log = place, loader, log
         self._interruption = Interruption()
         mtp = config.model.mtp is not False and architecture.mtp_layers > 0
+        flops = spec_of(architecture).step_flops(architecture, mtp, config.frozen_parts, config.adapted_parts)
+        if plan is not None:
+            flops = with_adapters(flops, plan.sites.values(), plan.form.rank, architecture)
         self._stepper = Stepper(
             learner,
             place,
             micro_batches=config.data.global_batch // place.dp_size,
             capacity=config.data.capacity,
-            flops=spec_of(architecture).step_flops(architecture, mtp, config.model.freeze),
+            flops=flops,
             device=device,
             stop_requested=self._interruption.requested,
             vision=vision,

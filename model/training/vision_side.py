@@ -45,7 +45,7 @@ class VisionSide:
         vision = architecture.vision
         self._ranks, self._learner, self._merge_unit = ranks, learner, vision.merge_unit
         self._following = predicts(config.model.mtp, architecture)
-        self._trained = not {"vision", "merger"} <= set(config.model.freeze)
+        self._trained = config.trains_tower
         ahead = config.parallel.vision_ahead
         self._ahead = ranks.pipeline + ahead
         model = unwrapped(learner.model[0])

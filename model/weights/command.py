@@ -42,6 +42,9 @@ def convert(
         list[str] | None,
         typer.Option(metavar="NAME", help="Unknown config.json field to ignore, if harmless; may be repeated."),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with LoRA: write full weights instead of PEFT's adapter.")
+    ] = False,
     file_gb: Annotated[float, typer.Option(help="To Hugging Face: largest file size in GB.")] = 5.0,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -61,7 +64,12 @@ def convert(
 
     - `vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord --like models/Qwen3.5-9B`
 
-    A Hugging Face output folder is complete: AutoProcessor and AutoModelForImageTextToText load it.
+    - `vlmdata convert runs/lora --out adapters/cord`
+
+    - `vlmdata convert runs/lora --out models/cord --merge --like models/Qwen3.5-9B`
+
+    A Hugging Face output folder is complete: AutoProcessor and AutoModelForImageTextToText load it. A run with LoRA
+    gives an adapter in PEFT's format, or with --merge such a folder, from the base weights in --like.
 
     **Exit codes**: 0 done; 2 tensors missing, unexpected or of the wrong shape (all listed), damaged files, or invalid
     paths; 3 the output could not be written. After an error, nothing is left in --out.
@@ -75,8 +83,16 @@ def convert(
 
     before_megatron()
     from model.parallel import cpu_mode, groups
+    from model.weights import adapter
     from model.weights import convert as conversion
 
+    adapted = adapter.adapted_in(source) is not None
+    if merge and not adapted:
+        raise VlmdataError(f"--merge is for checkpoints of runs with LoRA, but {source} holds a model's weights")
+    if adapted and not merge and (data is not None or dtype is not None):
+        raise VlmdataError(
+            "--data and --dtype have no effect on an adapter in PEFT's format; leave them out, or --merge"
+        )
     begun, ignore = time.perf_counter(), ignore_config_field or ()
     with _bar(source, json) as advance:
         groups.initialize(backend="gloo")
@@ -88,17 +104,25 @@ def convert(
                     import torch
 
                     kind = None if dtype is None else getattr(torch, dtype)
-                    done = conversion.to_hf(source, out, like, kind, int(file_gb * 1e9), advance, ignore, data)
+                    rest = kind, int(file_gb * 1e9), advance, ignore, data
+                    if merge:
+                        done = adapter.merge(source, out, like or adapter.base_folder(source), *rest)
+                    elif adapted:
+                        done = adapter.to_peft(source, out, None if like is None else str(like))
+                    else:
+                        done = conversion.to_hf(source, out, like, *rest)
         finally:
             groups.destroy()
     seconds = time.perf_counter() - begun
-    kind_of = "Megatron distributed checkpoint" if to_megatron else "Hugging Face checkpoint"
+    form = "megatron" if to_megatron else "peft" if adapted and not merge else "hf"
     if json:
-        form = "megatron" if to_megatron else "hf"
         result = {"source": str(source), "out": str(out), "format": form, **vars(done), "seconds": round(seconds, 2)}
         typer.echo(jsonlib.dumps(result))
         return
-    without = "" if done.mtp else ", without multi-token prediction (the source has none)"
+    kind_of = {"megatron": "Megatron distributed checkpoint", "hf": "Hugging Face checkpoint", "peft": "PEFT adapter"}[
+        form
+    ]
+    without = "" if done.mtp or form == "peft" else ", without multi-token prediction (the source has none)"
     typer.echo(f"{kind_of} in {out}: {done.tensors:,} tensors, {_size(done.bytes)} in {seconds:.1f} s{without}")
     if done.data is not None:
         typer.echo(f"tokenizer, processor and generation settings from {done.data}")

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from model.architecture import Architecture
 from model.families import architecture_to_hf, spec_of
 from model.network.settings import ModelSettings, vocabulary_rows
-from model.network.wrapping import WRAPPER, LinearWrapper
 from model.weight_names.table import ParameterMap, canonical_names, hf_names
 from model.weight_names.vision import VISUAL
 from model.weights.checksums import require_sound, write_checksums
@@ -74,7 +73,7 @@ def to_megatron(
     mtp = holds_prediction(files)
     maps = table_of(files, architecture, mtp=mtp, rows=vocabulary_rows(architecture.language.vocab_size, 1))
     wanted = hf_names(maps)
-    pieces = _pieces(_meta_model(architecture, mtp))
+    pieces = _pieces(meta_model(architecture, mtp))
 
     @functools.lru_cache(maxsize=1)  # the pieces of a parameter are consecutive
     def parameter(name: str) -> Tensor:
@@ -110,7 +109,6 @@ def to_hf(
     progress: Progress = lambda count: None,
     ignore: Collection[str] = (),
     data: str | None = None,
-    wrap: Callable[[torch.nn.Module], object] = lambda model: None,
 ) -> Converted:
     """Writes a Hugging Face folder from a distributed checkpoint of ``to_megatron`` or of a training run.
 
@@ -120,30 +118,20 @@ def to_hf(
     ``data`` is a training dataset that supplies tokenizer, processor and generation settings. None means those of
     ``like``, or else of the run's own dataset. Without ``dtype``, weights keep theirs. A file has at most
     ``file_bytes`` bytes, unless one tensor is larger. ``progress`` gets numbers of bytes written. ``out`` must be empty
-    or absent. ``wrap`` wraps the linear layers that the run had wrapped (:func:`model.network.wrapping.wrap`); their
-    wrappers are merged into the weights.
+    or absent.
 
     Raises:
         WeightsError: If the checkpoint is damaged or removed, or it or ``like`` is of another architecture.
         ResourceError: If the files cannot be written. Nothing is left of them.
     """
     architecture = read_architecture(source)
-    try:
-        unchecked = len(require_sound(source))
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{source}: {error}. Use another checkpoint, or restore this one") from error
+    unchecked = files_without_checksum(source)
     config = config_for(architecture, like, ignore)
     chosen, notes = choose_dataset(source, like, data, architecture)
-    reader = torch_strategies._get_filesystem_reader(str(source))
-    with reading_from(source):
-        metadata = reader.read_metadata()
-        reader.set_up_storage_reader(metadata, True)
-    stored = {k: each for k, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
+    reader, stored = opened_checkpoint(source)
     mtp = any(key.startswith("language.predictor.") for key in stored)
     alone = not any(key.startswith(TOWER) for key in stored)
-    model = _meta_model(architecture, mtp, language_only=alone)
-    wrap(model)
-    pieces = _pieces(model)
+    pieces = _pieces(meta_model(architecture, mtp, language_only=alone))
     rows = vocabulary_rows(architecture.language.vocab_size, 1)
     maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows)
     tower: HfTensors | None = None
@@ -211,14 +199,12 @@ def read_architecture(folder: Path, ignore: Collection[str] = ()) -> Architectur
 class _ParameterPieces:
     """megatron-core's stored pieces of each parameter: by key and offset, the parameter's name and the piece's number.
 
-    ``state`` is the sharded state dict of a model on the meta device. ``canonical`` are names by parameter name,
-    ``wrapped`` the wrapped layers by the names of their weights.
+    ``state`` is the sharded state dict of a model on the meta device. ``canonical`` are names by parameter name.
     """
 
     state: dict[str, Any]
     canonical: dict[str, str]
     where: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
-    wrapped: dict[str, LinearWrapper]
 
     def cut(self, name: str, parameter: Tensor) -> list[ShardedTensor]:
         """Splits a parameter into pieces with their values."""
@@ -229,19 +215,11 @@ class _ParameterPieces:
         return [dataclasses.replace(entry, data=parameter, dtype=parameter.dtype)]
 
     def load(self, name: str, reader: StorageReader, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
-        """Reads a parameter from a checkpoint that may be sharded differently, and merges its layer's wrapper."""
-        weight = self._load(name, reader, stored)
-        if name not in self.wrapped:
-            return weight
-        wrapper, place = self.wrapped[name], name.removesuffix("weight") + WRAPPER
-        own = {each: self._load(f"{place}.{each}", reader, stored) for each, _ in wrapper.named_parameters()}
-        return wrapper.merged(weight, own)
-
-    def _load(self, name: str, reader: StorageReader, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
+        """Reads a parameter from a checkpoint that may be sharded differently."""
         entry = self.state[name]
         if not isinstance(entry, ShardedTensorFactory):
-            return _read(entry, reader, stored[entry.key])
-        read = dict_list_map_outplace(lambda piece: _read(piece, reader, stored[piece.key]), entry.build())
+            return read_piece(entry, reader, stored[entry.key])
+        read = dict_list_map_outplace(lambda piece: read_piece(piece, reader, stored[piece.key]), entry.build())
         merged: Tensor = entry.merge_fn(read)
         return merged
 
@@ -263,12 +241,29 @@ def _pieces(model: torch.nn.Module) -> _ParameterPieces:
         sharded = [each for each in nested_values(built) if isinstance(each, ShardedTensor)]
         for number, piece in enumerate(sharded):
             where[(piece.key, tuple(piece.global_offset))] = (name, number)
-    layers = model.named_modules()
-    wrapped = {f"{name}.weight": each.wrapper for name, each in layers if WRAPPER in each._modules}
-    return _ParameterPieces(state, canonical, where, wrapped)
+    return _ParameterPieces(state, canonical, where)
 
 
-def _meta_model(architecture: Architecture, mtp: bool, language_only: bool = False) -> torch.nn.Module:
+def files_without_checksum(source: Path) -> int:
+    """Checks the files of a checkpoint against their checksums. Returns how many have none."""
+    try:
+        return len(require_sound(source))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{source}: {error}. Use another checkpoint, or restore this one") from error
+
+
+def opened_checkpoint(source: Path) -> tuple[StorageReader, dict[str, TensorStorageMetadata]]:
+    """Opens a distributed checkpoint. Returns its reader and where its tensors are."""
+    reader = torch_strategies._get_filesystem_reader(str(source))
+    with reading_from(source):
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, True)
+    found = metadata.state_dict_metadata
+    return reader, {key: each for key, each in found.items() if isinstance(each, TensorStorageMetadata)}
+
+
+def meta_model(architecture: Architecture, mtp: bool, language_only: bool = False) -> torch.nn.Module:
+    """Builds a model of one process without memory."""
     settings = ModelSettings(mtp_layers=architecture.mtp_layers if mtp else 0, language_only=language_only)
     with torch.device("meta"):
         model: torch.nn.Module = spec_of(architecture).build(architecture, settings)
@@ -295,7 +290,7 @@ def _key_differences(pieces: _ParameterPieces, stored: Mapping[str, tuple[int, .
     return differences(wanted, {key: shape for key, shape in stored.items() if not key.startswith("optimizer.")})
 
 
-def _read(piece: ShardedTensor, reader: StorageReader, stored: TensorStorageMetadata) -> Tensor:
+def read_piece(piece: ShardedTensor, reader: StorageReader, stored: TensorStorageMetadata) -> Tensor:
     """Reads a piece from the stored chunks of its tensor."""
     assert piece.data is not None
     sizes = _stored_shape(piece)

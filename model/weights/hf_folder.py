@@ -11,6 +11,7 @@ from typing import Any
 
 from model.architecture import Architecture
 from model.families import architecture_from_hf, architecture_to_hf
+from model.weight_names.vision import VISUAL
 from model.weights.hf_files import PlannedTensor, WeightsError
 from vlmdata.differences import differing
 
@@ -20,8 +21,6 @@ CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 #: Name of the dtype field in transformers, now and before version 5.
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
-#: Name prefix of the vision section's tensors; the other section has the rest.
-_VISION = "model.visual."
 
 
 def config_for(architecture: Architecture, like: Path | None, ignore: Collection[str] = ()) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def with_dtypes(config: Mapping[str, Any], planned: Mapping[str, PlannedTensor])
 
     A section's dtype is the one of most of its bytes.
     """
-    vision = {name: tensor for name, tensor in planned.items() if name.startswith(_VISION)}
+    vision = {name: tensor for name, tensor in planned.items() if name.startswith(VISUAL)}
     text = {name: tensor for name, tensor in planned.items() if name not in vision}
     out = {"text_config": dict(config["text_config"]), "vision_config": dict(config.get("vision_config") or {})}
     found = False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from preprocess.chat.template_arguments import require_arguments
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import SpecialText
 from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, TextPart, VideoPart
@@ -52,6 +53,7 @@ class Renderer:
             RowRejected: TEMPLATE_ERROR if the template rejects it; SPECIAL_TOKEN_TEXT if data spells a reserved
                 token and the policy is ``reject``; INVALID_UNICODE if a text cannot be encoded.
         """
+        self._require_arguments(conversation)
         strings = list(_strings(conversation))
         for where, text in strings:
             _require_encodable(text, where)
@@ -69,6 +71,15 @@ class Renderer:
         if forged and self.special_text is SpecialText.REJECT:
             raise self._forgery(text, forged)
         return self._with_items(Rendered(text, genuine, forged), conversation)
+
+    def _require_arguments(self, conversation: Conversation) -> None:
+        try:
+            require_arguments(conversation.template_arguments, self.tokenizer.templates)
+        except ValueError as error:
+            raise RowRejected(
+                Reason.TEMPLATE_ERROR,
+                f"chat_template_kwargs: {error}. Drop it, or give a tokenizer whose template has it",
+            ) from error
 
     def _with_items(self, rendered: Rendered, conversation: Conversation) -> Rendered:
         """Replaces what the template wrote for items by all their tokens, as transformers' processors do.
@@ -156,8 +167,9 @@ class Renderer:
     def _apply(self, conversation: Conversation, edit: Callable[[str], str]) -> str:
         messages = [_template_message(message, edit) for message in conversation.messages]
         tools = [_edit(tool, edit) for tool in conversation.tools] or None
+        given = {name: _edit(value, edit) for name, value in conversation.template_arguments.items()}
         try:
-            text = self.tokenizer.hf.apply_chat_template(messages, tools=tools, tokenize=False)
+            text = self.tokenizer.hf.apply_chat_template(messages, tools=tools, tokenize=False, **given)
         except Exception as error:  # jinja2 errors, and errors of the template's filters on odd data
             raise RowRejected(
                 Reason.TEMPLATE_ERROR, f"the chat template refuses it: {type(error).__name__}: {error}"
@@ -253,6 +265,8 @@ def _strings(conversation: Conversation) -> Iterator[tuple[str, str]]:
         texts = [part.text for part in message.parts if isinstance(part, TextPart)]
         yield from ((where, text) for text in _nested_strings([texts, message.reasoning, message.tool_calls]))
     yield from (("tools", text) for text in _nested_strings(conversation.tools))
+    arguments = conversation.template_arguments.values()
+    yield from (("chat_template_kwargs", text) for value in arguments for text in _nested_strings(value))
 
 
 def _nested_strings(value: Any) -> Iterator[str]:

@@ -78,6 +78,12 @@ class ChatTokenizer:
         """Id of the placeholder of each kind of items."""
         return {kind: tokens.token for kind, tokens in self.info.items.items()}
 
+    @cached_property
+    def templates(self) -> tuple[str, ...]:
+        """Texts of its chat templates, of which tools may choose one."""
+        found = self.hf.chat_template
+        return (found,) if isinstance(found, str) else tuple(found.values())
+
     def item_texts(self, kind: str) -> tuple[str, ...]:
         """Texts of the tokens of an item, with one placeholder."""
         return tuple(self.hf.convert_ids_to_tokens(list(self.info.items[kind].ids)))
@@ -292,6 +298,15 @@ def family_of(tokenizer: str, revision: str | None = None) -> str:
     Raises:
         SourceError: If the files are those of a model of no family.
     """
+    return told_family(tokenizer, revision) or DEFAULT_FAMILY
+
+
+def told_family(tokenizer: str, revision: str | None = None) -> str | None:
+    """Returns the family in a tokenizer's files; None if they specify none.
+
+    Raises:
+        SourceError: If the files are those of a model of no family.
+    """
     known = {name: family(name) for name in REGISTRY.names()}
     types = {kind: name for name, each in known.items() for kind in (*each.model_types, *each.processors)}
     for file, field in _FILES:
@@ -307,7 +322,7 @@ def family_of(tokenizer: str, revision: str | None = None) -> str:
             "positions of one of them, or rows without images, give it as --family; else add a family "
             "(docs/extend/family.md)."
         )
-    return DEFAULT_FAMILY
+    return None
 
 
 def _read(tokenizer: str, file: str, revision: str | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from preprocess.sources.open import DEMO
 from vlmdata.errors import SourceError
 from vlmdata.locations import is_url
 
-_TURN_OPTIONS = frozenset({"train_turns", "train_think"})
+_TURN_OPTIONS = frozenset({"train_turns", "train_think", "chat_template_kwargs"})
 _MEDIA_OPTIONS = frozenset({"image_root", "allow_urls", "allow_private_host"})
 #: Options of the command that have no effect with some recipes.
 RECIPE_DEPENDENT = _TURN_OPTIONS | _MEDIA_OPTIONS

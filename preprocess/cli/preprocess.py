@@ -41,6 +41,8 @@ def preprocess(
 
     - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --holdout 0.02 --out data/chat`
 
+    - `vlmdata preprocess chats.jsonl --tokenizer my-model/ --chat-template-kwargs '{"add_vision_id": true}' --out data`
+
     - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --trace 17`
 
     - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --out data/chat --part 3/16`
@@ -50,6 +52,7 @@ def preprocess(
     **Exit codes**: 0 done; 1 done, but too many rows, all rows or the traced row rejected; 2 invalid
     options, source or configuration; 3 out of space or workers; 130 interrupted.
     """
+    from preprocess.chat.template_arguments import parse_arguments
     from preprocess.cli.run_command import run_command
     from preprocess.own_options import describe_options
     from preprocess.registries import ENGINES, RECIPES
@@ -65,10 +68,13 @@ def preprocess(
         if "help" in (values[own] or []):
             print(describe_options(registry, [values[owner]] if owner in given else None))
             raise typer.Exit
+    kept = ",".join(values["keep_columns"] or ())
+    values["keep_columns"] = tuple(name.strip() for name in kept.split(",")) if kept else ()
     values["allow_private_host"] = tuple(values["allow_private_host"] or ())
     try:
+        values["chat_template_kwargs"] = parse_arguments(values["chat_template_kwargs"] or "{}")
         for own in ("recipe_option", "engine_option"):
-            values[own] = _by_name(f"--{own.replace('_', '-')}", values[own] or [])
+            values[own] = by_name(f"--{own.replace('_', '-')}", values[own] or [])
         command = replace(filled(PreprocessCommand, values), source=source, given=given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -77,7 +83,7 @@ def preprocess(
     raise typer.Exit(run_command(command))
 
 
-def _by_name(flag: str, options: list[str]) -> dict[str, str]:
+def by_name(flag: str, options: list[str]) -> dict[str, str]:
     """Parses each ``NAME=VALUE`` of an option."""
     found: dict[str, str] = {}
     for option in options:

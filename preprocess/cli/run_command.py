@@ -121,7 +121,9 @@ def _make(
             "workers": workers,
             "hash_source": command.hash_source,
             "engine": engine,
-            "watcher": Watcher(display.start, display.shard_done, partial(_print_changed_files, talk)),
+            "watcher": Watcher(
+                display.start, display.shard_done, partial(_print_changed_files, talk), partial(_print_compared, talk)
+            ),
         }
         if part is not None:
             made = preprocess_part(part, output.source, output.store, command.config, **options)
@@ -141,6 +143,11 @@ def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) ->
         markup=False,
         soft_wrap=True,
     )
+
+
+def _print_compared(talk: Console, rows: int) -> None:
+    if rows & (rows - 1) == 0 and rows >= _LEAST_COUNT:  # at each doubling, as far as rows are counted in blocks
+        talk.print(f"{counted(rows, 'row')} compared with the newest version", markup=False)
 
 
 def _check_options(command: PreprocessCommand) -> None:

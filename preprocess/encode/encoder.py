@@ -22,7 +22,7 @@ from preprocess.chat.render import Rendered, Renderer
 from preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
 from preprocess.chat.tokenizer import ChatTokenizer, require_length
 from preprocess.config import Overlong, PreprocessConfig, TrainThink, TrainTurns
-from preprocess.conversation import Conversation, Document, Message
+from preprocess.conversation import Conversation, Document, Message, TextPart
 from preprocess.encode.document import encode_document
 from preprocess.encode.items import Plans, encode_items, item_tokens
 from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample, turn_weights
@@ -72,6 +72,7 @@ class Encoder:
         """
         self._require_known_keys(conversation)
         _check_turns(conversation)
+        conversation = with_settings(conversation, self.config)
         return self._encode(*planned(conversation, self.config), [])
 
     def _encode_each(self, conversation: Conversation) -> list[EncodedSample | RowRejected]:
@@ -82,6 +83,7 @@ class Encoder:
         """
         self._require_known_keys(conversation)
         _check_turns(conversation)
+        conversation = with_settings(conversation, self.config)
         answers = list(up_to_answers(conversation))
         if conversation.loss_weight == 0 or all(answer.loss_weight == 0 for answer, _ in answers):
             turn_weights(conversation, TrainTurns.ALL)  # refuses it
@@ -194,6 +196,18 @@ class Encoder:
         if most <= start:
             raise RowRejected(Reason.OVERLONG, f"{what}: the {start} tokens before the last answer already fill it")
         return most
+
+
+def with_settings(conversation: Conversation, config: PreprocessConfig) -> Conversation:
+    """Adds what the run gives every conversation: a system turn if it has none, and arguments of the template."""
+    if config.chat_template_kwargs:
+        arguments = {**config.chat_template_kwargs, **conversation.template_arguments}
+        conversation = dataclasses.replace(conversation, template_arguments=arguments)
+    prompt = config.system_prompt
+    if prompt is None or any(message.role == "system" for message in conversation.messages):
+        return conversation
+    messages = (Message("system", (TextPart(prompt),)), *conversation.messages)
+    return dataclasses.replace(conversation, messages=messages)
 
 
 def _check_turns(conversation: Conversation) -> None:

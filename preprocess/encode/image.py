@@ -10,6 +10,7 @@ import numpy as np
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import ImagePart
 from preprocess.encode.sample import SampleItem, Views
+from preprocess.encode.stored import StoredImage
 from preprocess.reject import RowRejected
 from vlmdata.families import Family, View
 from vlmdata.media.decode import DecodedImage, decode_image, header_size
@@ -52,9 +53,9 @@ def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> list[
     made: dict[tuple[bytes, SizeRequest], Views] = {}
     for part in parts:
         same = part.data, _request(part)
-        if same not in made:
+        if not isinstance(part, StoredImage) and same not in made:
             made[same] = encode_image(part, config.image, config.model_family, part.field)
-    return [made[part.data, _request(part)] for part in parts]
+    return [part.views if isinstance(part, StoredImage) else made[part.data, _request(part)] for part in parts]
 
 
 def _views(
@@ -84,6 +85,9 @@ def image_tokens(parts: Sequence[ImagePart], config: PreprocessConfig, more_than
     counts: dict[tuple[bytes, SizeRequest], int | None] = {}
     tokens = 0
     for part, request in zip(parts, requests, strict=True):
+        if isinstance(part, StoredImage):
+            tokens += sum(view.tokens for view in part.views)
+            continue
         same = part.data, request
         if same not in counts:
             counts[same] = _tokens_of(part, config.image, family, bounds)

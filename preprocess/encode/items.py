@@ -8,6 +8,7 @@ from preprocess.config import PreprocessConfig
 from preprocess.conversation import ImagePart, MediaPart, VideoPart
 from preprocess.encode.image import encode_images, image_tokens
 from preprocess.encode.sample import Views
+from preprocess.encode.stored import StoredVideo
 from preprocess.encode.video import VideoPlan, encode_video
 
 Plans = Mapping[VideoPart, VideoPlan]
@@ -25,6 +26,9 @@ def encode_items(parts: Sequence[MediaPart], plans: Plans, config: PreprocessCon
     for part in parts:
         if isinstance(part, ImagePart):
             made.append(next(images))
+            continue
+        if isinstance(part, StoredVideo):
+            made.append((part.item,))
             continue
         plan = plans[part]
         same = part.data, plan.numbers, plan.size, plan.times, plan.patch_times, plan.seconds_per_patch

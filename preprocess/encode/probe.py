@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment
 
+from preprocess.chat.template_arguments import require_arguments
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
@@ -44,6 +45,10 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
             f"--tokenizer {tokenizer.info.name}: its chat template uses {name}, which writes {what}, so the same rows "
             "would give different tokens each time. Replace it by a constant in a copy of its chat_template.jinja."
         )
+    try:
+        require_arguments(config.chat_template_kwargs, tokenizer.templates)
+    except ValueError as error:
+        raise SourceError(f"--chat-template-kwargs: {error}") from error
     least = config.model_family.factor**2
     config = dataclasses.replace(
         config, image=ImageConfig(least, 4 * least), train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16

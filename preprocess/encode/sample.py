@@ -16,6 +16,7 @@ from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.families.blocks import Blocks
 from vlmdata.format.schema import Sample
+from vlmdata.format.shard import EncodedItem
 from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.media.codecs import IMAGE, VIDEO, ItemShape
 from vlmdata.reasons import Reason
@@ -41,6 +42,13 @@ class SampleItem:
     kind: str = IMAGE  # kind of the item
     copies: int = 1  # temporal copies of each patch that are stored
     step: int = 1  # of the first axis of positions, from one temporal patch of a block to the next
+    stored: EncodedItem | None = None  # its bytes in a dataset that they are taken from; ``patches`` may be empty then
+    stored_file_bytes: int = 0  # bytes of the file, of an item that is taken from a dataset
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.file) if self.stored is None else self.stored_file_bytes
 
     @property
     def shape(self) -> ItemShape:

@@ -13,6 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from preprocess.config import VideoConfig
 from preprocess.engines.base import system_message
 from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
@@ -41,14 +43,16 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
     shard_name,
 )
+from vlmdata.format.source_columns import source_names
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
-from vlmdata.locations import is_url, place_of
+from vlmdata.locations import is_url
 from vlmdata.media.codecs import RAW, REGISTRY, VIDEO, codec, libraries_of
 from vlmdata.storage import Lock, Store, open_store
 from vlmdata.storage.folder import Folder
 from vlmdata.storage.join_checks import small_file_problems
 from vlmdata.storage.open import open_remote, shards_of
 from vlmdata.storage.shards import DatasetShards
+from vlmdata.storage.versions import place_of_version
 from vlmdata.version import __version__
 from vlmdata.workers import WorkersDied, in_workers
 
@@ -274,7 +278,8 @@ def _of_dataset(manifest: Manifest, config: dict[str, Any]) -> dict[str, Any]:
 def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], records: list[ShardRecord]) -> Manifest:
     """Merges the index, copies the other files, and writes the manifest last."""
     features = tuple(sorted({feature for record in records for feature in record.features}))
-    with merged_index(store, store, range(len(records)), features) as index:
+    kept = source_names(pq.read_schema(old.directory / INDEX_NAME))
+    with merged_index(store, store, range(len(records)), features, kept) as index:
         index_hash = index.sha256
     _copy(old, store, LEDGER_NAME)
     if IMAGE_FILES in old.manifest.source:
@@ -298,6 +303,7 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
         tokenizer_files=tokenizer_files,
         schema_version=SCHEMA_VERSION,
         created_by=f"vlmdata {__version__}",
+        version={},
     )
     lock.commit(MANIFEST_NAME, manifest.to_json())
     return manifest
@@ -332,7 +338,7 @@ class OldDataset:
             DatasetFormatError: If it is not a dataset, or one of its small files is missing or damaged.
             ResourceError: If a URL cannot be cached.
         """
-        name = place_of(location)
+        name = place_of_version(location)
         directory = open_remote(name).directory if is_url(name) else Path(name)
         manifest = Manifest.read(directory)
         found = cls(name, manifest, directory, shards_of(name, manifest))

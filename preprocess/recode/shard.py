@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 
 from preprocess.config import TrainTurns
 from preprocess.shards.job import ShardRecord, progress_name, totals_of
-from preprocess.shards.samples import encode_item
+from preprocess.shards.samples import encode_item, option_of
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.format.schema import MEMBER_BY_NAME, Member, supported_features
+from vlmdata.format.schema import MEMBER_BY_NAME, Member, shard_name, supported_features
 from vlmdata.format.shard import EncodedItem, ShardWriter
 from vlmdata.media.codecs import IMAGE, RAW, REGISTRY, VIDEO, Item, ItemShape, Unsuitable, decode_item
 from vlmdata.storage import Store
@@ -66,21 +66,21 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
     index = DatasetIndex.read(work.index, shard=number)
     rows = [index.row(i) for i in range(len(index))]
     if work.pixels is None:
-        info = old
+        info = replace(old, name=shard_name(number))
         _copy_shard(number, work)
     else:
         assert work.video_pixels is not None
-        reader = _SampleReader(number, work)
+        reader = SampleReader(number, work.manifest, work.shards)
         codecs = {IMAGE: REGISTRY.find(work.pixels).name, VIDEO: REGISTRY.find(work.video_pixels).name}
         try:
-            with store.writing(old.name) as file, ShardWriter(file) as writer:
+            with store.writing(shard_name(number)) as file, ShardWriter(file) as writer:
                 items = _Items()
                 for i, row in enumerate(rows):
                     rows[i], items = _recode_sample(row, reader, work, codecs, writer, items)
                 size, digest = writer.close()
         finally:
             reader.close()
-        info = replace(old, bytes=size, sha256=digest, unselected=0)
+        info = replace(old, name=shard_name(number), bytes=size, sha256=digest, unselected=0)
     record = ShardRecord(info, totals_of(info, rows), {}, tuple(sorted(used_features(rows))))
     with store.writing(progress_name(number, "parquet")) as file:
         pq.write_table(index_table(rows, supported_features()), file)
@@ -93,7 +93,7 @@ def _copy_shard(number: int, work: RecodeWork) -> None:
     old, store = work.manifest.shards[number], ShardStore([work.shards], "pixels")
     digest, piece = hashlib.sha256(), np.empty(min(_COPIED_BYTES, old.bytes), np.uint8)
     try:
-        with work.store.writing(old.name) as file:
+        with work.store.writing(shard_name(number)) as file:
             for begin in range(0, old.bytes, _COPIED_BYTES):
                 part = memoryview(piece)[: old.bytes - begin]
                 store.read(0, number, begin, part, None, f"bytes from {begin}")
@@ -110,7 +110,7 @@ def _copy_shard(number: int, work: RecodeWork) -> None:
 
 def _recode_sample(
     row: IndexRow,
-    reader: _SampleReader,
+    reader: SampleReader,
     work: RecodeWork,
     codecs: Mapping[str, str],
     writer: ShardWriter,
@@ -149,13 +149,13 @@ def _encoded(pixels: str, item: Item, what: str) -> Buffer:
         return encode_item(pixels, item, what)
     except Unsuitable as error:  # the ledger is that of the old dataset
         raise UsageError(
-            f"--pixels {pixels}: the codec does not store {what}: {error}. Choose another --pixels, or preprocess the "
-            "source again, which rejects such samples."
+            f"{option_of(item)} {pixels}: the codec does not store {what}: {error}. Choose another {option_of(item)}, "
+            "or preprocess the source again, which rejects such samples."
         ) from error
 
 
 @dataclass(frozen=True, eq=False)
-class _StoredSample:
+class StoredSample:
     """A sample as it is stored."""
 
     metadata: dict[str, Any]  # its JSON
@@ -164,19 +164,19 @@ class _StoredSample:
     content: memoryview  # all its bytes
 
 
-class _SampleReader:
+class SampleReader:
     """Reads the samples of one shard and checks every byte."""
 
-    def __init__(self, number: int, work: RecodeWork):
-        self._number, self._work = number, work
-        self._store = ShardStore([work.shards], "pixels")
-        self._family = work.manifest.model_family
+    def __init__(self, number: int, manifest: Manifest, shards: DatasetShards):
+        self._number = number
+        self._store = ShardStore([shards], "pixels")
+        self._family = manifest.model_family
 
     def close(self) -> None:
         """Closes the shard."""
         self._store.close()
 
-    def read(self, row: IndexRow) -> _StoredSample:
+    def read(self, row: IndexRow) -> StoredSample:
         """Reads a sample, except images stored elsewhere in the shard.
 
         Raises:
@@ -191,13 +191,28 @@ class _SampleReader:
             name: self._array(MEMBER_BY_NAME[name], row, content[found.offset - place.offset :])
             for name, found in place.arrays.items()
         }
-        return _StoredSample(metadata, tokens, place.offset, content)
+        return StoredSample(metadata, tokens, place.offset, content)
 
-    def patches(self, row: IndexRow, sample: _StoredSample) -> Iterator[Patches]:
+    def patches(self, row: IndexRow, sample: StoredSample) -> Iterator[Patches]:
         """Yields the patches of each item, as :meth:`item` returns them."""
         return (self.item(row, sample, number) for number in range(len(row.items)))
 
-    def item(self, row: IndexRow, sample: _StoredSample, number: int) -> Patches:
+    def stored(self, row: IndexRow, sample: StoredSample, number: int) -> memoryview:
+        """Returns the stored bytes of one item.
+
+        Raises:
+            DatasetFormatError: If they have changed since they were written.
+        """
+        item = row.items[number]
+        start = item.offset - sample.start
+        stored = sample.content[max(start, 0) : start + item.bytes]
+        if start < 0 or stored.nbytes != item.bytes:  # shared with another sample, and stored there
+            stored = memoryview(np.empty(item.bytes, np.uint8))
+            what = f"{_named(row)} {item.shape.kind} {number}"
+            self._store.read(0, self._number, item.offset, stored, item.checksum, what)
+        return stored
+
+    def item(self, row: IndexRow, sample: StoredSample, number: int) -> Patches:
         """Returns the patches of one item, uint8 (R, bytes per patch).
 
         Raises:
@@ -205,11 +220,7 @@ class _SampleReader:
         """
         item = row.items[number]
         what = f"{_named(row)} {item.shape.kind} {number}"
-        start = item.offset - sample.start
-        stored = sample.content[max(start, 0) : start + item.bytes]
-        if start < 0 or stored.nbytes != item.bytes:  # shared with another sample, and stored there
-            stored = memoryview(np.empty(item.bytes, np.uint8))
-            self._store.read(0, self._number, item.offset, stored, item.checksum, what)
+        stored = self.stored(row, sample, number)
         size = (item.shape.rows, self._family.patch_bytes)
         if item.codec == RAW:
             patches = np.frombuffer(stored, np.uint8).reshape(size)

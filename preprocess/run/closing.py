@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -16,6 +17,7 @@ from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import system_message
 from preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
 from preprocess.run.claim import Part, job_array
+from preprocess.run.row_table import has_all_rows, rows_of_shards, write_row_table
 from preprocess.shards.fingerprints import of_samples
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.errors import ConfigMismatchError, ResourceError
@@ -30,6 +32,7 @@ from vlmdata.format.schema import (
     PROGRESS_DIR,
     TOKENIZER_DIR,
 )
+from vlmdata.format.source_columns import SOURCE, SourceTypes, column_name, columns_of
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.format.writing import Hashing
 from vlmdata.storage import Lock, Store
@@ -65,8 +68,11 @@ def close_dataset(
             store.stamp(IMAGE_FILES_NAME, store.modified_ns(RUN_FILE))
         features = tuple(sorted({feature for record in records for feature in record.features}))
         shards = range(len(records))
-        with merged_index(store, store, shards, features) as index:
+        kept = identity["config"]["options"].get("keep_columns", ())
+        with merged_index(store, store, shards, features, kept) as index:
             index_hash = index.sha256
+        if has_all_rows(store, shards):
+            write_row_table(store, rows_of_shards(store, shards), index_hash)
         with merged_ledger(store, store, [n for n in shards if records[n].info.rejected]) as ledger:
             ledger_hash = ledger.sha256
         with saved_tokenizer(store, tokenizer) as folder:
@@ -100,13 +106,19 @@ def close_dataset(
 
 
 @contextmanager
-def merged_index(store: Store, records: Store, shards: Sequence[int], features: Collection[str]) -> Iterator[Hashing]:
+def merged_index(
+    store: Store, records: Store, shards: Sequence[int], features: Collection[str], kept: Sequence[str] = ()
+) -> Iterator[Hashing]:
     """Merges the index rows of shards. Yields the file, so that its hash can be checked, then renames it.
 
     Rows are streamed: memory does not grow with the dataset. Each row group holds one shard or, with over a
-    thousand shards, several, so that there are at most a thousand groups. Only columns of ``features`` are kept.
+    thousand shards, several, so that there are at most a thousand groups. Only columns of ``features`` are kept, and
+    the source columns ``kept``. Their types depend on all rows, which are read twice then.
     """
-    schema = index_schema(features)
+    types = _source_types(records, shards, kept)
+    columns = [pa.field(column_name(name), kind) for name, kind in types.items()]
+    indexed = index_schema(features)
+    schema = pa.schema([*indexed, *columns])
     together = -(-len(shards) // _MOST_ROW_GROUPS)
     contents = records.read_all(progress_name(shard, "parquet") for shard in shards)
     with store.writing(INDEX_NAME) as unnamed:
@@ -114,7 +126,10 @@ def merged_index(store: Store, records: Store, shards: Sequence[int], features: 
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
             group: list[pa.Table] = []
             for number, content in enumerate(contents, start=1):
-                group.append(pq.read_table(io.BytesIO(content), schema=schema))
+                table = pq.read_table(io.BytesIO(content), schema=indexed)
+                for name, column in columns_of(_source_values(content) if types else [], types).items():
+                    table = table.append_column(schema.field(name), column)
+                group.append(table)
                 if number % together and number < len(shards):
                     continue
                 table = pa.concat_tables(group)
@@ -122,6 +137,21 @@ def merged_index(store: Store, records: Store, shards: Sequence[int], features: 
                 if table.num_rows:
                     writer.write_table(table, row_group_size=table.num_rows)
         yield file
+
+
+def _source_types(records: Store, shards: Sequence[int], kept: Sequence[str]) -> dict[str, pa.DataType]:
+    found = SourceTypes(kept)
+    for content in records.read_all(progress_name(shard, "parquet") for shard in shards) if kept else ():
+        found.add(_source_values(content))
+    return found.types
+
+
+def _source_values(content: bytes) -> list[dict[str, Any]]:
+    """Returns the values of source columns of each sample in the index rows of a shard."""
+    with pq.ParquetFile(io.BytesIO(content)) as file:
+        if SOURCE not in file.schema_arrow.names:
+            return [{}] * int(file.metadata.num_rows)
+        return list(map(json.loads, file.read(columns=[SOURCE])[SOURCE].to_pylist()))
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from vlmdata.format.schema import (
 from vlmdata.format.tokenizer_files import STRAY, hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
+from vlmdata.storage.join_checks import shard_sizes
 
 _SCRATCH = f"{PROGRESS_DIR}/repair"
 #: An empty file in the scratch folder. Its modification time is when the repair began.
@@ -56,7 +57,7 @@ class Damage:
 
 def find_damage(store: Store, manifest: Manifest) -> Damage:
     """Checks the sizes of shards and the hashes of all other files. ``vlmdata verify`` checks shard contents."""
-    sizes = store.listing()
+    sizes = shard_sizes(store, manifest)
     with store.local(*(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))) as folder:
         # Added files are left alone: removing what this program did not make is up to the user.
         tokenizer = any(check != STRAY for _, check, _ in tokenizer_findings(folder, manifest))
@@ -101,7 +102,8 @@ class Repair:
             damage = replace(damage, shards=tuple(sorted({*damage.shards, *self._read_index_rows(damage.shards)})))
         self._make_shards(set(damage.shards), self.shards_to_make(damage), shard_done)
         if INDEX_NAME in damage.others:
-            with merged_index(store, scratch, range(len(self.jobs)), self.manifest.features) as index:
+            kept, shards = self.work.config.keep_columns, range(len(self.jobs))
+            with merged_index(store, scratch, shards, self.manifest.features, kept) as index:
                 hint = "a different version of pyarrow writes different bytes"
                 self._require(INDEX_NAME, index.sha256, self.manifest.index_sha256, hint)
         if LEDGER_NAME in damage.others:

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -21,14 +22,18 @@ from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.encode import EncodedSample, Encoder
+from preprocess.encode.kept import kept_text
 from preprocess.recipes.base import Candidate, Recipe, candidates_of, unexpected
 from preprocess.recipes.choice import media_for, other_form, recipe_for
 from preprocess.recipes.image_files import RecordedFile, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.row import Row
+from preprocess.shards.kept_columns import kept_values
 from preprocess.shards.read_ahead import rows_of
+from preprocess.shards.rows import ROWS_SUFFIX, RowRecord, write_rows
 from preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
+from preprocess.sources.row_digests import row_digest
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow, index_table, used_features
@@ -114,6 +119,31 @@ class ShardContext:
     encoder: Encoder
     store: Store
 
+    def candidates(self, row: Row, files: Mapping[str, RecordedFile]) -> list[Candidate] | RowRejected:
+        """Returns what the recipe makes of a row, or its rejection.
+
+        Args:
+            row: The row.
+            files: The files that it names, as far as they are read.
+        """
+        return attempted(partial(candidates_of, self.recipe, row), self.recipe)
+
+    def source_values(self, row: Row) -> Mapping[str, Any]:
+        """Returns the values of the source columns that are kept (``--keep-columns``).
+
+        Raises:
+            UsageError: If a column has values that the index does not hold.
+        """
+        return kept_values(row, self.encoder.config.keep_columns)
+
+    def hint(self, row: Row) -> str:
+        """Returns what to add to the rejection of a row."""
+        return other_form(self.encoder.config.recipe, self.source, row)
+
+    def files(self, job: ShardJob, outcomes: Sequence[RowOutcome]) -> dict[str, RecordedFile]:
+        """Returns the files that the rows of a shard name."""
+        return {path: file for each in outcomes for path, file in each.files.items()}
+
     @classmethod
     def build(cls, source: Source, config: PreprocessConfig, store: Store, expected: TokenizerInfo) -> ShardContext:
         """Loads the tokenizer and the recipe.
@@ -133,7 +163,10 @@ class ShardContext:
 
 
 def progress_name(shard: int, suffix: str) -> str:
-    """Path of a shard's record, index rows, rejects or image files (``json parquet jsonl files``) during a run."""
+    """Path of a shard's record, index rows, rejects, image files or rows during a run.
+
+    ``suffix`` is ``json``, ``parquet``, ``jsonl``, ``files`` or ``rows``.
+    """
     return f"{PROGRESS_DIR}/{shard_name(shard).removesuffix('.tar')}.{suffix}"
 
 
@@ -168,13 +201,16 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     name, store = shard_name(job.number), context.store
     numbers = context.source.numbers[job.row_start : job.row_stop]
     outcomes: list[RowOutcome] = []
+    records: list[RowRecord] = []
     with (
         store.writing(name) as file,
         ShardWriter(file) as writer,
         closing(rows_of(context.source, numbers, context.media, job.deadly)) as rows,
     ):
-        for number, row in rows:
+        for at, (source_row, row) in enumerate(rows, start=job.row_start):
+            number = context.source.allotted(at, source_row)
             outcomes.append(_add_row(number, row, job.number, context, writer))
+            records.append(_record_of(number, source_row, None if source_row in job.deadly else row, outcomes[-1]))
             if on_row is not None:
                 on_row(outcomes[-1])
         size, digest = writer.close()
@@ -194,11 +230,24 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     with store.writing(progress_name(job.number, "parquet")) as file:
         # All columns: the columns of the dataset are known only after all shards are made.
         pq.write_table(index_table(samples, supported_features()), file)
-    files = {path: file for each in outcomes for path, file in each.files.items()}
+    files = context.files(job, outcomes)
     write_files(store, progress_name(job.number, FILES_SUFFIX), job.number, files)
+    write_rows(store, progress_name(job.number, ROWS_SUFFIX), job.number, records)
     store.put(progress_name(job.number, "jsonl"), b"".join(rejection.to_line() for rejection in rejections))
     store.put(progress_name(job.number, "json"), record.to_json())
     return record
+
+
+def _record_of(number: int, source_row: int, row: Row | RowRejected | None, outcome: RowOutcome) -> RowRecord:
+    """Returns the record of a row; ``row`` is None if it was rejected without a try."""
+    return RowRecord(
+        row=number,
+        source_row=source_row,
+        content=None if row is None else row_digest(row),
+        files=[each.path for each in outcome.files.values()],
+        file_bytes=outcome.file_bytes,
+        notes={"unused_keys": outcome.unused, "unknown_keys": outcome.unknown, "turns": outcome.turns},
+    )
 
 
 def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardContext, writer: ShardWriter) -> RowOutcome:
@@ -207,17 +256,21 @@ def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardCont
     if isinstance(row, RowRejected):
         return RowOutcome((), (Rejection(number, row.reason, row.message),))
     with context.media.row() as files:
-        candidates = attempted(partial(candidates_of, context.recipe, row), context.recipe)
+        candidates = context.candidates(row, files)
     if isinstance(candidates, RowRejected):
-        message = candidates.message + other_form(config.recipe, context.source, row)
+        message = candidates.message + context.hint(row)
         return RowOutcome((), (Rejection(number, candidates.reason, message),), files)
     samples, rejections, file_bytes = list[IndexRow](), list[Rejection](), 0
     unused, unknown, turns = Counter[str](), Counter[str](), Counter[str]()
     items: Items = {}
-    for encoded in encoded_candidates(candidates, context.recipe, context.encoder):
+    for at, encoded in enumerate(encoded_candidates(candidates, context.recipe, context.encoder)):
+        kept = None
         if encoded.made is not None:
+            if config.keep_conversations:
+                kept = kept_text(encoded.made, candidates[at], len(encoded.outcomes))
             unused.update(shortened(encoded.made.unused))
             unknown.update(shortened(encoded.made.unknown))
+        values = context.source_values(row) if config.keep_columns else {}
         for place, outcome in encoded.outcomes:
             known = items
             try:
@@ -228,8 +281,9 @@ def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardCont
                 rejections.append(Rejection(number, error.reason, error.message, place.sample))
                 continue
             # The samples of a conversation's turns share its images: a file counts once.
-            file_bytes += sum(len(item.file) for item in outcome.items if item not in known and not item.view)
-            samples.append(write_sample(outcome, items, number, place, shard, writer))
+            file_bytes += sum(item.file_bytes for item in outcome.items if item not in known and not item.view)
+            samples.append(write_sample(outcome, items, number, place, shard, writer, kept, values))
+            kept = None  # the first sample has it for all
             count_turns(turns, outcome)
     return RowOutcome(tuple(samples), tuple(rejections), files, file_bytes, unused, unknown, turns)
 

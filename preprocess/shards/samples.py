@@ -20,8 +20,9 @@ from vlmdata.format.manifest import (
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
 )
-from vlmdata.format.schema import sample_key
+from vlmdata.format.schema import KEPT, sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
+from vlmdata.format.source_columns import SOURCE
 from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of
@@ -36,7 +37,14 @@ class Place:
 
 
 def write_sample(
-    encoded: EncodedSample, items: Items, row: int, place: Place, shard: int, writer: ShardWriter
+    encoded: EncodedSample,
+    items: Items,
+    row: int,
+    place: Place,
+    shard: int,
+    writer: ShardWriter,
+    kept: str | None = None,
+    source: Mapping[str, Any] | None = None,
 ) -> IndexRow:
     """Appends a sample to a shard. Returns its index row.
 
@@ -47,6 +55,8 @@ def write_sample(
         place: Its place in the list of the row.
         shard: Number of the shard.
         writer: Writes the shard.
+        kept: What it was made of, to store with it (``--keep-conversations``).
+        source: Values of source columns to store with it (``--keep-columns``).
     """
     key = sample_key(row, place.sample, place.of)
     targets = int(encoded.loss_mask.sum())
@@ -71,6 +81,10 @@ def write_sample(
         metadata["dropped_reasoning"] = encoded.dropped_reasoning
     if encoded.columns:
         metadata["columns"] = dict(encoded.columns)
+    if kept is not None:
+        metadata[KEPT] = kept
+    if source:
+        metadata[SOURCE] = dict(source)
     pieces = _pieces(encoded)
     if items:
         del pieces["patches"]
@@ -86,6 +100,7 @@ def write_sample(
         target_turns=encoded.target_turns,
         truncated=encoded.truncated,
         item_starts=encoded.item_starts,
+        source=source or {},
     )
 
 
@@ -139,7 +154,8 @@ def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, kn
             given = Item(item.patches, item.shape, config.model_family, file)
             place = f"{item.kind}s[{sum(each.kind == item.kind for each in encoded.items[:number])}]"
             codec = config.codec if item.kind == IMAGE else config.video_codec
-            made[item] = known.get(item) or _encoded(codec.name, given, f"key {key}, {place}", place)
+            encoded_item = item.stored or known.get(item)
+            made[item] = encoded_item or _encoded(codec.name, given, f"key {key}, {place}", place)
     return made
 
 
@@ -149,9 +165,14 @@ def _encoded(name: str, item: Item, what: str, place: str) -> EncodedItem:
     except Unsuitable as error:
         raise RowRejected(
             Reason.UNSUITABLE_ITEM,
-            f"{place}: the codec {name} does not store it: {error}. Choose another --pixels to keep the row",
+            f"{place}: the codec {name} does not store it: {error}. Choose another {option_of(item)} to keep the row",
         ) from error
     return EncodedItem(payload, item.shape, name, xxhash.xxh3_64_intdigest(item.patches))
+
+
+def option_of(item: Item) -> str:
+    """Returns the option that names the codec of an item."""
+    return "--pixels" if item.shape.kind == IMAGE else "--video-pixels"
 
 
 def encode_item(name: str, item: Item, what: str) -> Buffer:
@@ -170,8 +191,8 @@ def encode_item(name: str, item: Item, what: str) -> Buffer:
     except Exception as error:  # the codec may be the user's, and every library has its own errors
         _, rows, columns = item.shape.grid
         raise UsageError(
-            f"--pixels {name}: the codec cannot encode {what} ({columns}x{rows} patches): "
-            f"{problem_of(error, type(encoder).__module__)}. Correct its `encode`, or choose another --pixels. For an "
-            "item that it does not store, it raises Unsuitable."
+            f"{option_of(item)} {name}: the codec cannot encode {what} ({columns}x{rows} patches): "
+            f"{problem_of(error, type(encoder).__module__)}. Correct its `encode`, or choose another "
+            f"{option_of(item)}. For an item that it does not store, it raises Unsuitable."
         ) from error
     return stored

@@ -28,7 +28,7 @@ class Adapter:
     """A trainer and its tests.
 
     Attributes:
-        name: As in ``FRAMEWORKS`` of ``framework_run``.
+        name: As in ``FRAMEWORKS`` of ``framework_run`` if its script is in the guide.
         requirements: File in ``requirements/``.
         tests: What pytest runs.
         overrides: Requirements that replace those of the trainer and of vlmdata.
@@ -53,6 +53,7 @@ ADAPTERS = (
         tests=("tests/integrations/test_megatron_bridge.py",),
         bare=("megatron-bridge==0.6.2",),
     ),
+    Adapter("verl", "verl.txt", tests=("tests/integrations/test_verl.py",)),
 )
 
 

@@ -35,6 +35,9 @@ def test_a_prompt_is_the_sample_up_to_its_first_target(receipts: Path) -> None: 
             again = [stored.family.patchify(image.transpose(2, 0, 1)) for image in images]
             assert np.array_equal(np.concatenate(again).reshape(patches.shape), patches)
         assert bool(prompt.model_inputs) == bool(images)
+        image = stored.manifest.tokenizer.image
+        assert prompt.engine_ids.count(image) == len(images)
+        assert [each for each in prompt.engine_ids if each != image] == [each for each in prompt.ids if each != image]
         found += len(images)
     assert found
     prompts.close()
@@ -43,6 +46,19 @@ def test_a_prompt_is_the_sample_up_to_its_first_target(receipts: Path) -> None: 
 def _items_of(stored: VlmDataset, key: str) -> slice:
     number = stored.index.position_of(key)
     return slice(*stored.index.grid_offsets[number : number + 2].tolist())
+
+
+def test_the_prompts_used_last_are_remembered(receipts: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    fetched: list[int] = []
+    fetch = Prompts._fetch
+    monkeypatch.setattr(Prompts, "_fetch", lambda self, number: (fetched.append(number), fetch(self, number))[1])
+    prompts = Prompts(receipts, longest=2048, remembered=2)
+    first = prompts[0]
+    assert prompts.get(prompts.keys[0]) is first
+    for number in (1, 0, 2, 0, 1):  # 1 was used before 0 when 2 came
+        assert prompts[number].key == prompts.keys[number]
+    assert fetched == [0, 1, 2, 1]
+    prompts.close()
 
 
 def test_errors_say_what_to_give(receipts: Path) -> None:  # noqa: F811

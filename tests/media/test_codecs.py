@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vlmdata
-from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.config import ImageConfig, PreprocessConfig, VideoConfig
 from preprocess.recode.run import recode_dataset
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
@@ -52,10 +52,7 @@ STORAGE = [
     "pixel_checksums",
 ]
 #: Codecs of the pages under docs/extend: the page and the file.
-ON_PAGES = {
-    "zlib": ("codec.md", "zlib_patches.py"),
-    "bz2": ("exercises.md", "vlmdata/media/codecs/bz2_patches.py"),
-}
+ON_PAGES = {"zlib": ("codec.md", "zlib_patches.py")}
 ROWS = 24
 OPTIONS = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard": 6}
 
@@ -367,6 +364,8 @@ class TestDamage:
     def test_an_unknown_codec_is_refused_as_an_option(self) -> None:
         with pytest.raises(ValueError, match=r"--pixels webp: unknown codec\. Known: raw, "):
             PreprocessConfig(pixels="webp")
+        with pytest.raises(ValueError, match=r"^--video-pixels webp: unknown codec\. Known: raw, "):
+            PreprocessConfig(video=VideoConfig(pixels="webp"))
 
 
 def batches(directory: Path, **options: object) -> list[PackedBatch]:

@@ -43,6 +43,7 @@ from model.parallel import groups
 from model.weight_names.table import canonical_names, load_from_hf
 from tests.model.gpu_gradients import small_gradients, sums_optimizer
 from tests.model.gpu_kernels import KERNELS
+from tests.model.gpu_lora import adapters_against_torch
 from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, relative, weights_of
 from vlmdata.batch import PackedBatch
 
@@ -344,6 +345,12 @@ def main() -> int:
         "Qwen3-VL, dense": lambda: engine_against_torch(moe=False, family="qwen3_vl"),
         "Qwen3-VL, experts": lambda: engine_against_torch(moe=True, family="qwen3_vl"),
         "Qwen3-VL, recompute": lambda: float_patches_and_recompute("qwen3_vl"),
+        "adapters, dense": lambda: adapters_against_torch(False),
+        "adapters, experts": lambda: adapters_against_torch(True),
+        "adapters, dense, recomputed": lambda: adapters_against_torch(False, recompute="full"),
+        "adapters, dense, norms recomputed": lambda: adapters_against_torch(False, recompute="selective"),
+        "adapters, Qwen3-VL, dense": lambda: adapters_against_torch(False, "qwen3_vl"),
+        "adapters, Qwen3-VL, experts, recomputed": lambda: adapters_against_torch(True, "qwen3_vl", "full"),
         "videos": lambda: engine_against_torch(moe=False, packed=videos()),
         "Qwen3-VL, videos": lambda: engine_against_torch(moe=False, family="qwen3_vl", packed=videos()),
     }

@@ -21,13 +21,13 @@ GROUP = "vlmdata.commands"
 EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 _ORDER = (
-    *("preprocess", "finish", "join", "select", "diff", "verify", "inspect", "plan", "serve", "recode", "convert"),
-    "check-model",
+    *("preprocess", "finish", "join", "select", "diff", "verify", "inspect", "plan", "serve", "recode", "retokenize"),
+    *("convert", "check-model", "prune"),
 )
 
 
 #: Commands that continue where an interrupted one ended.
-_CONTINUING = (["preprocess"], ["join"], ["select"], ["recode"])
+_CONTINUING = (["preprocess"], ["join"], ["select"], ["recode"], ["retokenize"])
 
 
 class _Interrupted(Exception):

@@ -17,6 +17,7 @@ from vlmdata.format.earlier import upgraded_index
 from vlmdata.format.index_row import ITEM_COLUMNS, WHOLE_MEMBERS, IndexRow, index_schema
 from vlmdata.format.schema import DOCUMENTS, KIND_FEATURES, MEMBER_BY_NAME, MEMBERS, OPTIONAL_MEMBERS
 from vlmdata.format.shard import ArrayPlace, ItemPlace, Placement
+from vlmdata.format.source_columns import source_fields, values_of
 from vlmdata.media.codecs import ItemShape, codec_feature
 
 
@@ -135,6 +136,7 @@ class DatasetIndex:
             if missing := [name for name in schema.names if name not in table.column_names]:
                 raise DatasetFormatError(f"{path}: the index lacks the columns {', '.join(missing)}")
             # Ignore columns of later minor versions.
+            schema = pa.schema([*schema, *source_fields(table.schema)])
             index = cls(table.select(schema.names).cast(schema))
         except (pa.ArrowException, ValueError, AttributeError) as error:  # AttributeError: a list is no list
             raise DatasetFormatError(f"{path}: a column of the index has the wrong type or nulls: {error}") from error
@@ -278,4 +280,10 @@ class DatasetIndex:
             target_turns=int(self.target_turns[i]),
             truncated=bool(self.truncated[i]),
             item_starts=tuple(self.item_starts[own].tolist()),
+            source={} if self._source is None else values_of(self._source.slice(i, 1).to_pylist()[0]),
         )
+
+    @cached_property
+    def _source(self) -> pa.Table | None:
+        names = [field.name for field in source_fields(self.table.schema)]
+        return self.table.select(names) if names else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
 from vlmdata.format.schema import DOCUMENTS, KIND_FEATURES, MEMBERS, OPTIONAL_MEMBERS, Member
 from vlmdata.format.shard import ABSENT, ArrayPlace, ItemPlace, Placement
+from vlmdata.format.source_columns import SOURCE, as_text
 from vlmdata.media.codecs import Grid, codec_feature
 
 #: Members hashed as one array; ``patches`` is hashed per item.
@@ -80,6 +81,8 @@ class IndexRow:
     target_turns: int  # assistant turns that are targets
     truncated: bool  # whether the last answer was truncated (so its turn has no ``<|im_end|>``)
     item_starts: tuple[int, ...]  # first token of each item
+    #: Values of kept source columns; they may have other types in the index than in the metadata.
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def items(self) -> tuple[ItemPlace, ...]:
@@ -120,9 +123,15 @@ def index_table(rows: Sequence[IndexRow], features: Collection[str] | None = Non
     Args:
         rows: The rows.
         features: Features whose columns are included; None means those that the rows use.
+
+    Returns:
+        The table; of rows with source columns also a column ``source``, which has them as JSON.
     """
     schema = index_schema(used_features(rows) if features is None else features)
-    return pa.Table.from_pylist([_record(row) for row in rows], schema=schema)
+    table = pa.Table.from_pylist([_record(row) for row in rows], schema=schema)
+    if any(row.source for row in rows):  # its types are known when all samples are
+        table = table.append_column(SOURCE, pa.array([as_text(row.source) for row in rows], pa.string()))
+    return table
 
 
 def _record(row: IndexRow) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import ITEMS_MEMBER, MEMBER_BY_NAME, METADATA_MEMBER
 from vlmdata.format.shard import ABSENT, BLOCK, ArrayPlace, ItemName, ItemPlace, Placement
+from vlmdata.format.source_columns import SOURCE
 from vlmdata.media.codecs import IMAGE, VIDEO, Grid, ItemShape
 
 _Found = dict[str, tuple[int, npt.NDArray[Any]]]
@@ -107,6 +108,7 @@ def _row(
         target_turns=metadata["target_turns"],
         truncated=metadata["truncated"],
         item_starts=tuple(starts.tolist()),
+        source=metadata.get(SOURCE, {}),
     )
 
 

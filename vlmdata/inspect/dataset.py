@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import Totals
 from vlmdata.format.schema import LEDGER_NAME, SELECTED
 from vlmdata.format.selection import SELECTION, origin
+from vlmdata.format.source_columns import source_types
 from vlmdata.inspect.findings import COUNTED, KINDS, ContentCheck, IndexFindings, Severity
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.tokens import TokenTexts
@@ -107,6 +108,8 @@ class DatasetCard:
     extremes: tuple[Extremes, ...]  # the samples at the ends of the distributions
     findings: tuple[FindingGroup, ...]  # the worst first
     checked: int  # samples whose tokens were checked; the index was checked for all
+    source_columns: Mapping[str, str] = field(default_factory=dict)  # Arrow type of each kept column of the source
+    version: Mapping[str, Any]  # number, parent and changed rows of a version after the first; empty for the first
 
 
 def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, seed: int = 0) -> DatasetCard:
@@ -143,6 +146,8 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         extremes=extremes,
         findings=_findings(dataset, facts, chosen),
         checked=len(chosen),
+        source_columns={name: str(kind) for name, kind in source_types(dataset.index.table.schema).items()},
+        version={name: value for name, value in manifest.version.items() if name != "source"},
     )
 
 

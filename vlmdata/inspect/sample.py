@@ -16,6 +16,7 @@ from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, Sample
+from vlmdata.format.source_columns import SOURCE
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
 from vlmdata.inspect.frames import FrameDescription, frames_of, item_starts
@@ -165,7 +166,7 @@ class SampleDescriber:
             turns=turns,
             spans=spans,
             images=_images(sample, starts, metadata, dataset.family),
-            columns=columns if isinstance(columns := metadata.get("columns"), dict) else {},
+            columns=_columns(metadata),
             tokens=_table(sample, self.texts, numbers, dataset.family),
             findings=_by_severity([*findings, *flat_images(sample)]),
         )
@@ -276,6 +277,12 @@ def _spans(
     numbers = np.zeros(sample.length, np.int32)
     numbers[cuts] = 1
     return np.cumsum(numbers, dtype=np.int32), tuple(spans)
+
+
+def _columns(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the recipe attached, and kept columns of the source; damaged metadata has neither."""
+    found = (metadata.get(name) for name in ("columns", SOURCE))
+    return {name: value for each in found if isinstance(each, dict) for name, value in each.items()}
 
 
 def _images(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -25,6 +26,7 @@ class Prompt:
     Attributes:
         key: Of the sample.
         ids: Token ids, image placeholders expanded.
+        engine_ids: The same with one placeholder per image, as texts have it: inference engines expand it.
         position_ids: int64 (axes, tokens), such as t, h, w.
         images: The N images at their final size, uint8 (H, W, 3): for an inference engine. Its processor does not
             resize them again.
@@ -34,6 +36,7 @@ class Prompt:
 
     key: str
     ids: list[int]
+    engine_ids: list[int]
     position_ids: torch.Tensor
     images: tuple[npt.NDArray[np.uint8], ...]
     pixel_values: torch.Tensor
@@ -59,6 +62,9 @@ class Prompt:
         targets = (batch.labels[0] != IGNORE_INDEX).nonzero().flatten()
         length = int(targets[0]) + 1 if len(targets) else batch.true_tokens  # labels are shifted by one
         grids = batch.host.image_grid_thw[batch.host.image_starts < length]
+        kept = np.ones(length, np.bool_)
+        for start, grid in zip(batch.host.image_starts, grids, strict=False):
+            kept[start + 1 : start + grid.prod() // batch.family.patches_per_token] = False
         if (batch.host.video_starts < length).any():
             raise UsageError(f"sample {batch.sample_keys[0]} has a video, and prompts have images alone")
         bounds = [0, *np.cumsum(grids.prod(axis=1)).tolist()]
@@ -67,6 +73,7 @@ class Prompt:
         return cls(
             key=batch.sample_keys[0],
             ids=batch.input_ids[0, :length].tolist(),
+            engine_ids=batch.input_ids[0, :length][torch.from_numpy(kept)].tolist(),
             position_ids=batch.position_ids[:, 0, :length].clone(),
             images=tuple(
                 np.ascontiguousarray(batch.family.unpatchify(image, int(h), int(w)).transpose(1, 2, 0))
@@ -81,17 +88,19 @@ class Prompts:
     """The prompts of a dataset, by key (:meth:`get`) or by number. Safe to use from several threads.
 
     A pack of a single sample is fetched for each: samples are padded to ``longest`` tokens, so two never fit into one.
+    Those used last are remembered, so that several rollouts of a prompt share one fetch. Do not write to them.
 
     Args:
         data: A dataset directory, an fsspec URL, or a collation service with one dataset (``grpc://host:8815/name``).
         longest: Tokens of the longest sample, or more.
+        remembered: Number of prompts that are kept in memory.
         **options: Further options of the loader, such as ``service_token_file``.
 
     Raises:
         UsageError: If a sample is longer, naming the length that is needed, or there are several datasets.
     """
 
-    def __init__(self, data: str | PathLike[str], *, longest: int, **options: Any) -> None:
+    def __init__(self, data: str | PathLike[str], *, longest: int, remembered: int = 64, **options: Any) -> None:
         alone: dict[str, Any] = {
             "capacity": longest,
             "pad_multiple": longest,
@@ -101,6 +110,7 @@ class Prompts:
         }
         self._loader = StreamingLoader(data, **alone | options)
         self._lock = threading.Lock()
+        self._remembered, self._limit = OrderedDict[int, Prompt](), remembered
         if len(self._loader.datasets) > 1:
             names = ", ".join(dataset.name for dataset in self._loader.datasets)
             raise UsageError(f"prompts are those of one dataset, and {data} has several: name one of {names}")
@@ -120,11 +130,18 @@ class Prompts:
 
     def __getitem__(self, number: int) -> Prompt:
         """Returns a prompt by number in the dataset, or raises IndexError."""
+        number = range(len(self))[number]
         with self._lock:
-            step = int(self._steps[range(len(self))[number]])
-            state = self._loader.state_dict() | {"epoch": 0, "step": step, "micro_batch": 0}
-            self._loader.load_state_dict(state)
-            return Prompt.of(next(iter(self._loader)))
+            prompt = self._remembered.pop(number, None) or self._fetch(number)
+            self._remembered[number] = prompt
+            while len(self._remembered) > self._limit:
+                self._remembered.popitem(last=False)
+            return prompt
+
+    def _fetch(self, number: int) -> Prompt:
+        state = self._loader.state_dict() | {"epoch": 0, "step": int(self._steps[number]), "micro_batch": 0}
+        self._loader.load_state_dict(state)
+        return Prompt.of(next(iter(self._loader)))
 
     def close(self) -> None:
         """Closes connections and files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -10,13 +11,24 @@ from typing import Any, Never, Self
 
 import torch
 
+from vlmdata.batch import PackedBatch
+
 #: The keyword by which a decoder's layers get the segments of a pack.
 SEGMENTS = "vlmdata_segments"
+#: The pack of the running ``packed_forward``: the host knows its boundaries and grids.
+PACK: ContextVar[PackedBatch | None] = ContextVar("PACK", default=None)
 #: What a layer says that gets segments without being prepared for them.
 LATE = (
     "A layer got a pack, but is not prepared for packs. If gradient checkpointing is on, call backward() before "
     "`with packed(model)` ends, because it computes layers again."
 )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a tensor from the host to a device, without waiting for the device."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class SegmentsMask(torch.Tensor):
@@ -79,10 +91,7 @@ class Segments:
         if len(bounds) <= 2:
             return None
         lengths = tuple(end - start for start, end in pairwise(bounds))
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-        if device.type == "cuda":
-            cu_seqlens = cu_seqlens.pin_memory()
-        return cls(lengths, cu_seqlens.to(device, non_blocking=True))
+        return cls(lengths, to_device(torch.tensor(bounds, dtype=torch.int32), device))
 
     @cached_property
     def long(self) -> torch.Tensor:

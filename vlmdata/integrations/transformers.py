@@ -9,28 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.errors import UsageError
-from vlmdata.integrations import attention, delta_net
+from vlmdata.integrations import attention, delta_net, vision
 from vlmdata.integrations.head import losses_for_logits
-from vlmdata.integrations.segments import SEGMENTS, Segments, SegmentsMask
+from vlmdata.integrations.segments import PACK, SEGMENTS, Segments, SegmentsMask
 
 #: Versions of transformers whose models were compared with their samples one by one (tests/integrations).
 PROVEN = ">=5.16,<5.19"
 #: ``model_type`` of the configurations of supported models.
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-
-#: The pack of the running :func:`packed_forward`: its boundaries are known to the host.
-_BATCH: ContextVar[PackedBatch | None] = ContextVar("_BATCH", default=None)
 
 
 class Packed[Model: torch.nn.Module]:
@@ -82,7 +77,8 @@ def packed[Model: torch.nn.Module](model: Model, *, allow_unproven: bool = False
     delta_net.follows_boundaries.cache_clear()  # kernels may have been exchanged since an earlier model
     text = _text_model(inner)
     handles = [
-        inner.model.register_forward_pre_hook(_use_vision, with_kwargs=True),
+        inner.model.register_forward_pre_hook(vision.before_model, with_kwargs=True),
+        inner.model.visual.register_forward_pre_hook(vision.before_encoder, with_kwargs=True),
         text.register_forward_pre_hook(_keep_apart, with_kwargs=True),
     ]
     for layer in _delta_nets(inner):
@@ -93,6 +89,7 @@ def packed[Model: torch.nn.Module](model: Model, *, allow_unproven: bool = False
         undo.callback(handle.remove)
     for layer in _delta_nets(inner):
         undo.callback(delta_net.exchange_convolution(layer))
+    undo.callback(vision.exchange_deepstack(text))
     undo.callback(attention.exchange(text.config, inner.model.visual.config))
     return Packed(model, undo)
 
@@ -148,12 +145,12 @@ def _forward(model: torch.nn.Module, batch: PackedBatch, with_logits: bool, kwar
     assert batch.labels is not None
     labels = batch.labels[0, targets]
     inputs = packed_inputs(batch, inner.model.visual.dtype) | {"logits_to_keep": targets} | kwargs
-    token = _BATCH.set(batch)
+    token = PACK.set(batch)
     try:
         with nullcontext(False) if with_logits else losses_for_logits(inner.lm_head, labels) as are_losses:
             output = model(**inputs)
     finally:
-        _BATCH.reset(token)
+        PACK.reset(token)
     found = output.logits[0].float()
     if not are_losses:
         found = cross_entropy(found, labels.to(found.device), reduction="none")
@@ -249,7 +246,7 @@ def _keep_apart(text: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _segments(row: torch.Tensor) -> Segments | None:
-    batch = _BATCH.get()
+    batch = PACK.get()
     if batch is not None and batch.total_tokens == len(row):
         return Segments.of_bounds(batch.host.cu_seqlens_padded.tolist(), row.device)
     return Segments.of(row)
@@ -276,31 +273,6 @@ def _boundaries(text: Any, row: torch.Tensor, segments: Segments, inputs_embeds:
         )
         found["attention_mask"] = {"full_attention": full, "linear_attention": segments}
     return found
-
-
-def _use_vision(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of language and vision model: under several processes, a pack of text uses the encoder, too.
-
-    DDP and FSDP wait for all processes at the parameters that one of them uses. The encoder gets one black token's
-    worth of patches, and what it returns counts zero times.
-    """
-    attention.register()  # a prepared model may come from another process
-    positions, ids = kwargs.get("position_ids"), kwargs.get("input_ids")
-    if ids is None or positions is None or positions.ndim != 3 or len(positions) != 4:
-        return None
-    if any(kwargs.get(name) is not None for name in ("past_key_values", "pixel_values", "pixel_values_videos")):
-        return None
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    config, visual = model.visual.config, model.visual
-    side = visual.spatial_merge_size
-    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    pixels = torch.zeros(side**2, columns, dtype=visual.dtype, device=ids.device)
-    features = model.get_image_features(pixels, torch.tensor([[1, side, side]], device=ids.device), return_dict=True)
-    parts = [*features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
-    embeds = model.get_input_embeddings()(ids)
-    nothing = sum(part.sum() for part in parts) * 0.0
-    return args, kwargs | {"input_ids": None, "inputs_embeds": embeds + nothing.to(embeds.dtype)}
 
 
 def _check_version(allow_unproven: bool) -> None:

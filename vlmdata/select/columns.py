@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.source_columns import source_fields
 from vlmdata.media.codecs import IMAGE, VIDEO
 from vlmdata.select.where import SOURCE
 
@@ -36,17 +37,21 @@ def columns_of(dataset: VlmDataset, names: Iterable[str]) -> dict[str, pa.Array]
         UsageError: If there is no such column; lists those that there are.
     """
     wanted = set(names)
-    attached = {name for name in wanted if name.startswith(f"{SOURCE}.")}
     columns = {name: _of_index(dataset, name) for name in INDEX_COLUMNS if name in wanted}
+    kept = {field.name for field in source_fields(dataset.index.table.schema)}
+    columns |= {name: dataset.index.table.column(name).combine_chunks() for name in sorted(kept & wanted)}
+    attached = {name for name in wanted - kept if name.startswith(f"{SOURCE}.")}
     found = _attached(dataset) if attached else {}
     columns |= {name: _array(name, found[name]) for name in attached if name in found}
     if unknown := sorted(wanted - set(columns)):
         known = ", ".join(INDEX_COLUMNS)
         if attached:
-            listed = ", ".join(sorted(found)) or "none: its recipe attached no columns"
+            listed = (
+                ", ".join(sorted({*found, *kept})) or "none: its recipe attached no columns, --keep-columns named none"
+            )
             known += f". Columns of the source: {listed}"
         else:
-            known += f", and {SOURCE}.NAME for columns that the recipe attached"
+            known += f", and {SOURCE}.NAME for columns that --keep-columns named or the recipe attached"
         raise UsageError(f"{dataset.name}: no column {', '.join(unknown)}. Columns: {known}")
     return columns
 

@@ -39,6 +39,7 @@ from vlmdata.format.schema import (
     shard_name,
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
+from vlmdata.format.source_columns import source_fields
 from vlmdata.format.tokenizer_files import files_below, is_hidden
 from vlmdata.format.writing import Hashing
 from vlmdata.select.choice import Choice, Chosen, Mask
@@ -119,6 +120,7 @@ def select_dataset(
             schema_version=SCHEMA_VERSION,
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
+            version={},
         )
         complete(manifest)
     return SelectResult(manifest, transferred)
@@ -191,7 +193,7 @@ def _turns(dataset: VlmDataset, chosen: Mask) -> dict[str, int]:
 
 def _write_index(index: DatasetIndex, features: list[str], out: Store) -> str:
     """Writes the index, a row group per shard or per several. Returns its sha256."""
-    schema = index_schema(features)
+    schema = pa.schema([*index_schema(features), *source_fields(index.table.schema)])
     table = index.table.select(schema.names).cast(schema)
     groups = index.shard // -(-(int(index.shard[-1]) + 1) // _ROW_GROUPS)
     bounds = np.flatnonzero(np.diff(groups, prepend=-1, append=-1)).tolist()

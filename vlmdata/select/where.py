@@ -100,15 +100,18 @@ def _reason(error: Exception) -> str:
 
 
 def column_of(node: ast.expr) -> str | None:
-    """Returns the name of a column, or None: ``length``, ``source.lang``, ``source['content-type']``."""
+    """Returns the name of a column, or None: ``length``, ``source.meta.lang``, ``source['content-type']``."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == SOURCE:
-        return f"{SOURCE}.{node.attr}"
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == SOURCE:
-        name = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        return f"{SOURCE}.{name}" if isinstance(name, str) else None
-    return None
+    match node:
+        case ast.Attribute(value=inner, attr=name):
+            pass
+        case ast.Subscript(value=inner, slice=ast.Constant(value=str(name))):
+            pass
+        case _:
+            return None
+    outer = column_of(inner)
+    return f"{outer}.{name}" if outer is not None and f"{outer}.".startswith(f"{SOURCE}.") else None
 
 
 def _collect(node: ast.expr, columns: set[str], text: str) -> None:

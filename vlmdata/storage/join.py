@@ -33,6 +33,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.shard import ABSENT
+from vlmdata.format.source_columns import source_fields
 from vlmdata.format.writing import Hashing
 from vlmdata.storage import Store
 from vlmdata.storage.join_checks import real_place, require_alike, require_distinct, require_whole
@@ -81,7 +82,13 @@ class _Part:
             "shard": pc.add(table["shard"], self.first_shard).cast(pa.int32()),
         }
         for field in schema:
-            if field.name not in columns and field.name not in table.column_names:
+            if field in source_fields(schema):
+                columns[field.name] = (
+                    _as_type(table[field.name], field.type)
+                    if field.name in table.column_names
+                    else pa.nulls(len(table), field.type)
+                )
+            elif field.name not in columns and field.name not in table.column_names:
                 fill = ABSENT.offset if field.name.endswith("_offset") else ABSENT.checksum
                 columns[field.name] = pa.array([fill] * len(table), field.type)
         ordered = {name: columns[name] if name in columns else table[name] for name in schema.names}
@@ -92,6 +99,29 @@ class _Part:
         with self.store.local(LEDGER_NAME) as folder:
             found = list(read_ledger(folder / LEDGER_NAME))
         return [dataclasses.replace(each, row=each.row + self.row_offset) for each in found]
+
+
+def _joined_columns(parts: Sequence[_Part]) -> list[pa.Field]:
+    """Returns the source columns of all datasets; one of different types is text, or a floating-point number."""
+    found: dict[str, set[pa.DataType]] = {}
+    for part in parts:
+        with part.store.local(INDEX_NAME) as folder:
+            for field in source_fields(pq.read_schema(folder / INDEX_NAME)):
+                found.setdefault(field.name, set()).add(field.type)
+    return [pa.field(name, _common_type(types)) for name, types in sorted(found.items())]
+
+
+def _common_type(types: set[pa.DataType]) -> pa.DataType:
+    if len(types) == 1:
+        return next(iter(types))
+    return pa.float64() if types == {pa.int64(), pa.float64()} else pa.string()
+
+
+def _as_type(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+    if not pa.types.is_list(column.type):
+        return column.cast(kind)
+    values = column.to_pylist()
+    return column if column.type == kind else pa.array([None if v is None else json.dumps(v) for v in values], kind)
 
 
 def join_datasets(
@@ -155,7 +185,7 @@ def _parts(sources: Sequence[Store], allow_duplicates: bool) -> list[_Part]:
 def _close(parts: Sequence[_Part], out: Store) -> Manifest:
     """Writes index and ledger; returns the manifest."""
     features = tuple(sorted({feature for part in parts for feature in part.manifest.features}))
-    schema = index_schema(features)
+    schema = pa.schema([*index_schema(features), *_joined_columns(parts)])
     rows: list[npt.NDArray[np.int64]] = []
     with out.writing(INDEX_NAME) as unnamed:
         index = Hashing(unnamed)

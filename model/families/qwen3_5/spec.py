@@ -32,7 +32,9 @@ def _build(architecture: Qwen35Architecture, settings: ModelSettings, **stage: b
     return build_model(architecture, settings, **stage)
 
 
-def step_flops(model: Qwen35Architecture, mtp: bool = True, frozen: tuple[str, ...] = ()) -> flops.StepFlops:
+def step_flops(
+    model: Qwen35Architecture, mtp: bool = True, frozen: tuple[str, ...] = (), adapted: tuple[str, ...] = ()
+) -> flops.StepFlops:
     """Returns the FLOP coefficients of an architecture; see :class:`model.families.base.ModelSpec`.
 
     Terms in addition to those of :mod:`model.flops`, per sample of s true tokens, forward:
@@ -48,6 +50,7 @@ def step_flops(model: Qwen35Architecture, mtp: bool = True, frozen: tuple[str, .
     return flops.step_flops(
         model,
         frozen,
+        adapted,
         full_layers=full + predicting,
         gate=True,
         feed_forward_layers=language.num_layers + predicting,

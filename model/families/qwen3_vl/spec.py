@@ -11,13 +11,15 @@ from model.families.qwen3_vl.presets import PRESETS, SMALL
 from model.network.settings import check_settings
 
 
-def step_flops(model: Qwen3VLArchitecture, mtp: bool = False, frozen: tuple[str, ...] = ()) -> flops.StepFlops:
+def step_flops(
+    model: Qwen3VLArchitecture, mtp: bool = False, frozen: tuple[str, ...] = (), adapted: tuple[str, ...] = ()
+) -> flops.StepFlops:
     """Returns the FLOP coefficients of an architecture; see :class:`model.families.base.ModelSpec`.
 
     All layers have full attention. Adding image features to hidden states is not counted, like other sums.
     """
     layers = model.language.layers
-    return flops.step_flops(model, frozen, full_layers=layers, gate=False, feed_forward_layers=layers)
+    return flops.step_flops(model, frozen, adapted, full_layers=layers, gate=False, feed_forward_layers=layers)
 
 
 SPEC = ModelSpec[Qwen3VLArchitecture](

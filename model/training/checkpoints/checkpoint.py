@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.parallel.separation import separation
+from model.training.checkpoints.base import require_same_base
 from model.training.checkpoints.best import BestCheckpoint
 from model.training.checkpoints.folder import newest_in, put_aside, remove, remove_leftovers
 from model.training.checkpoints.learner_state import gather_weights, load_state, state_to_save
@@ -64,6 +65,8 @@ class Checkpoints:
         self._pending: Path | None = None
         self._checksums: Thread | None = None
         self._size = 0
+        #: Digest of the frozen weights, with adapters (:mod:`model.training.checkpoints.base`).
+        self.base: str | None = None
         self.best = BestCheckpoint(self._folder)  # of the lowest evaluation loss
 
     def agree_on_latest(self) -> Path | None:
@@ -100,7 +103,7 @@ class Checkpoints:
         final = self.path_of(step)
         temporary = self._folder / f".{final.name}.tmp"
         config, model = self._config.to_dict(), architecture_to_hf(self._architecture)
-        state = RunState(step, loader, self._layout(), config, model, optimizer_form(learner))
+        state = RunState(step, loader, self._layout(), config, model, optimizer_form(learner), self.base)
         sharded = state_to_save(learner)
         if (sides := separation()) is not None and "language" not in self._config.model.freeze:
             sharded = with_common_state_of(sharded, sides.vision)
@@ -164,6 +167,8 @@ class Checkpoints:
             raise self._unreadable(path, str(error)) from error
         with self._reading(path):
             require_resumable(path, state, self._config.to_dict(), self._architecture, learner)
+            if self.base is not None:
+                require_same_base(path, state, self.base, self._config.model.weights or self._config.model.hf)
             notes = on_all_ranks(partial(self._check_files, path)) if self._config.run.verify else []
         sound = self._config.run.verify and not notes
         with self._reading(path, state, sound):

@@ -24,10 +24,16 @@ def content() -> dict[str, Any]:
     }
 
 
-def sharded_model(model: Any) -> dict[str, Any]:
-    """Returns the parameters as in megatron-core's checkpoints, by name."""
+def sharded_model(model: Any, whole: bool = False) -> dict[str, Any]:
+    """Returns the parameters as in megatron-core's checkpoints, by name.
+
+    Of a model with adapters, these are the trained ones only, unless it is wanted ``whole``.
+    """
     state: dict[str, Any] = model.sharded_state_dict(metadata=content())
-    return state
+    if whole or not getattr(model, "adapted", False):
+        return state
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: entry for name, entry in state.items() if name in trained}
 
 
 def with_common_state_of(sharded: dict[str, Any], rank: int) -> dict[str, Any]:

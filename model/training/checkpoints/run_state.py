@@ -34,6 +34,8 @@ class RunState:
     architecture: dict[str, Any]  # the model, as a Hugging Face config
     #: Form of the optimizer's state, see :func:`optimizer_form`; None in old checkpoints.
     optimizer: dict[str, str] | None = None
+    #: Digest of the weights that adapters belong to; None without adapters.
+    base: str | None = None
 
 
 def read_state(path: Path) -> RunState:

@@ -43,11 +43,14 @@ class Piece:
         return replace(self.place, key=f"{prefix}{self.place.key}", data=data, dtype=data.dtype)
 
 
-def pieces_of(model: ShardedModel) -> dict[str, Piece]:
-    """Returns the places of this rank's rows in a checkpoint, by name of the parameter and a number."""
+def pieces_of(model: ShardedModel, whole: bool = False) -> dict[str, Piece]:
+    """Returns the places of this rank's rows in a checkpoint, by name of the parameter and a number.
+
+    ``whole`` is as in :func:`model.training.checkpoints.model_state.sharded_model`.
+    """
     by_storage = {}
     with _whole_without_memory(model.module) as stand_ins:
-        state = sharded_model(model.module)
+        state = sharded_model(model.module, whole)
         apply_factories(state)
         for own in model.held:
             by_storage[stand_ins[own.name].untyped_storage()._cdata] = own

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from model.architecture import Architecture
+from model.training.checkpoints.base import base_digest
 from model.training.checkpoints.checkpoint import Checkpoints
 from model.training.checkpoints.run_state import changes_since
 from model.training.checkpoints.weights import find_weights, load_weights
@@ -17,9 +18,10 @@ from vlmdata import StreamingLoader
 def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> tuple[Path | None, Path | None]:
     """Finds the starting point of a run before its model is built; the same on all ranks.
 
-    Returns the checkpoint of this run to resume from, None for a new run, and the folder of a new run's initial
-    weights, None for random ones. A ConfigError if a new run's folder contains checkpoints, there is nothing to resume,
-    or ``model.hf`` has no weights.
+    Returns the checkpoint of this run to resume from, None for a new run, and the folder of the weights to load before
+    it: those of a new run, or those that adapters belong to; None for random ones, or for the checkpoint's. A
+    ConfigError if a new run's folder contains checkpoints, there is nothing to resume, or ``model.hf`` has no
+    weights.
     """
     latest = checkpoints.agree_on_latest()
     if resume and latest is None:
@@ -31,7 +33,8 @@ def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> t
             f"{config.run.out} contains the checkpoint {latest.name} of an earlier run: continue with --resume, or "
             "choose another --out"
         )
-    return latest, None if resume else find_weights(config)
+    # A checkpoint with adapters does not hold the weights that they belong to.
+    return latest, find_weights(config) if latest is None or config.lora.rank is not None else None
 
 
 def load_start(
@@ -45,12 +48,19 @@ def load_start(
 ) -> tuple[int, list[str]]:
     """Loads a start of :func:`find_start`. Returns the number of steps already completed, and notes for the user."""
     checkpoint, weights = start
+    said: list[str] = []
+    if weights is not None:
+        said = load_weights(weights, learner, config, architecture, place)
+    elif checkpoint is None or config.lora.rank is not None:
+        said = [f"weights: random, from seed {config.run.seed}"]
+    if config.lora.rank is not None:
+        checkpoints.base = base_digest(learner)
+        if checkpoint is None and config.lora.weights is not None:
+            said.append(f"adapters: {config.lora.weights}")
     if checkpoint is None:
-        if weights is None:
-            return 0, [f"weights: random, from seed {config.run.seed}"]
-        return 0, load_weights(weights, learner, config, architecture, place)
+        return 0, said
     state, notes = checkpoints.load(checkpoint, learner)
     loader.load_state_dict(state.loader, change=config.data.change)
     changes = [f"  {line}" for line in changes_since(state, config.to_dict())]
-    said = [f"resumed from {checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
+    said += [f"resumed from {checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
     return state.step, said

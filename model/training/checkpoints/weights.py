@@ -24,6 +24,7 @@ from model.training.data import RankPlace
 from model.training.optimizer.learner import Learner, unwrapped
 from model.training.processes.agreement import by_leaders, decided, on_all_ranks
 from model.training.settings.config import NO_WEIGHTS, ConfigError, TrainConfig, config_differences
+from model.weights.adapter import adapted_in
 from model.weights.checksums import require_sound, without_checksum
 from model.weights.convert import read_architecture
 from model.weights.hf_files import HfTensors, WeightsError
@@ -68,6 +69,11 @@ def _folder_of_weights(path: Path) -> Path:
         found = [*checkpoints_in(path), *checkpoints_in(path / "checkpoints")]
         newest = f"{found[-1]} is one" if found else "it contains no *.safetensors either"
         raise ConfigError(f"model.weights {path} is not a distributed checkpoint; {newest}")
+    if adapted_in(path) is not None:
+        raise ConfigError(
+            f"model.weights {path} holds adapters, not a model's weights. Convert it with `vlmdata convert` and give "
+            "the result with --lora-weights, or with --merge and give the result with --weights"
+        )
     return path
 
 
@@ -165,17 +171,18 @@ def _load_distributed(path: Path, learner: Learner, config: TrainConfig, archite
     notes += on_all_ranks(partial(_check_files, path)) if config.run.verify else []
     model = unwrapped(learner.model[0])
     sharded = learner.sharded
-    wanted = sharded_model(model) if sharded is None else sharded_weights(sharded, pieces_of(sharded), saved=False)
+    if sharded is None:
+        wanted = sharded_model(model, whole=True)
+    else:
+        wanted = sharded_weights(sharded, pieces_of(sharded, whole=True), saved=False)
+    # Adapters keep their initial values.
+    wanted = {name: entry for name, entry in wanted.items() if not is_of_wrapper(entry.key)}
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(path))
         _require_same_sizes(path, stored, wanted, architecture)
         if predicts(config.model.mtp, architecture) and not any(name.startswith(_PREDICTOR) for name in stored):
             notes.append(_without_prediction(path, fresh=config.model.mtp is True))
             wanted = {name: entry for name, entry in wanted.items() if not name.startswith(_PREDICTOR)}
-        fresh = [name for name, entry in wanted.items() if is_of_wrapper(entry.key) and entry.key not in stored]
-        if fresh:
-            notes.append(f"{path} has no weights of wrappers: {len(fresh)} tensors keep their initial values")
-            wanted = {name: entry for name, entry in wanted.items() if name not in fresh}
         loaded = dist_checkpointing.load({"model": wanted}, str(path))
     except VlmdataError:
         raise

@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from model.network.wrapping import sum_wrapper_gradients
 from model.parallel.separation import separation
 from model.training.optimizer.compact_adam import CompactAdamW
 from model.training.optimizer.sharded_model import ShardedModel
@@ -49,9 +50,16 @@ def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
         if part_of(name) in parts:
             parameter.requires_grad_(False)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    if not trained and (separation() is None or {"vision", "merger", "language"} <= set(parts)):
+    sides, adapted = separation(), getattr(model, "adapted", False)
+    nothing = {"vision", "merger", "language"} <= set(parts)
+    if not trained and (sides is None or nothing or (adapted and not sides.holds_tower)):
         stage = parallel_state.get_pipeline_model_parallel_rank() + 1
         stages = parallel_state.get_pipeline_model_parallel_world_size()
+        if adapted:
+            raise ConfigError(
+                f"lora.targets leave nothing to train on pipeline stage {stage} of {stages}: adapt more layers, or use "
+                "fewer stages (--pp)"
+            )
         raise ConfigError(
             f"model.freeze {list(parts)} leaves nothing to train on pipeline stage {stage} of {stages}; freeze fewer "
             "parts" + (", or use fewer stages (--pp)" if stages > 1 else "")
@@ -218,6 +226,7 @@ def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **kw
     del num_tokens
     finalize_model_grads(model, None, **kwargs)
     for chunk in model:
+        sum_wrapper_gradients(chunk.parameters())
         tower = getattr(unwrapped(chunk), "vision", None)
         if tower is not None:
             tower.sum_gradients()

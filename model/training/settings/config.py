@@ -1,4 +1,4 @@
-"""Settings of a training run, in five groups. :mod:`model.training.settings.config_loading` reads and checks them."""
+"""Settings of a training run, in six groups. :mod:`model.training.settings.config_loading` reads and checks them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, get_type_hints
 
+from model.lora.options import LoraOptions
 from model.network.settings import ModelOptions
 from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
@@ -268,7 +269,12 @@ WITHOUT_EFFECT_ON_RESULTS = frozenset(
 
 
 #: Settings that decide which parameters are trained. A checkpoint's optimizer state fits only runs that agree in them.
-DECIDE_WHAT_IS_TRAINED = ("model.freeze", "model.mtp", "model.language_only")
+DECIDE_WHAT_IS_TRAINED = (
+    "model.freeze",
+    "model.mtp",
+    "model.language_only",
+    *(f"lora.{each.name}" for each in dataclasses.fields(LoraOptions) if each.name not in ("dropout", "weights")),
+)
 
 
 @dataclass(frozen=True)
@@ -277,6 +283,7 @@ class TrainConfig:
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -291,6 +298,23 @@ class TrainConfig:
         """Warm-up steps."""
         given = self.optimizer.warmup_steps
         return min(10, self.decay_steps // 10) if given is None else given
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """Parts of the model whose own weights are not trained: any of "vision", "merger", "language"."""
+        if self.lora.rank is None:
+            return self.model.freeze
+        return tuple(part for part in ("vision", "merger", "language") if part not in self.lora.full_parts)
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether anything in the vision tower or its mergers is trained."""
+        return not {"vision", "merger"} <= set(self.frozen_parts) - set(self.adapted_parts)
+
+    @property
+    def adapted_parts(self) -> tuple[str, ...]:
+        """Parts of the model that have adapters."""
+        return () if self.lora.rank is None else self.lora.adapted_parts
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the groups as JSON-compatible dictionaries, with lists for tuples."""

@@ -42,6 +42,8 @@ _LEAST = {
     "optimizer.eps": 0,
     "model.mtp_loss_scale": 0,
     "model.moe_aux_loss": 0,
+    "lora.rank": 1,
+    "lora.dropout": 0,
 }
 
 
@@ -152,6 +154,7 @@ def _check(config: TrainConfig) -> None:
     _check_blend(config.data)
     _check_profile(config.run)
     _check_evaluation(config)
+    _check_lora(config)
     if config.warmup_steps >= config.decay_steps:
         raise ConfigError(
             f"optimizer.warmup_steps {config.warmup_steps} leaves none of the {config.decay_steps} steps for decay; "
@@ -201,6 +204,29 @@ def _check_profile(run: RunConfig) -> None:
     if profile and profile[0] > run.steps:
         raise ConfigError(
             f"run.profile {list(profile)} starts after the last step, run.steps {run.steps}; profile earlier"
+        )
+
+
+def _check_lora(config: TrainConfig) -> None:
+    lora = config.lora
+    if lora.rank is None:
+        given = [each.name for each in dataclasses.fields(lora) if getattr(lora, each.name) != each.default]
+        if given:
+            raise ConfigError(f"lora.{given[0]} has no effect without adapters: give --lora-rank, such as 16")
+        return
+    if config.model.freeze:
+        raise ConfigError(
+            f"model.freeze {list(config.model.freeze)} does not go together with lora.rank {lora.rank}, which freezes "
+            "all weights but those of lora.vision=full and lora.merger=full; leave it out"
+        )
+    if lora.alpha is not None and lora.alpha <= 0:
+        raise ConfigError(f"lora.alpha is {lora.alpha:g}; it must be above 0. Unset, it is {2 * lora.rank}")
+    if lora.dropout >= 1:
+        raise ConfigError(f"lora.dropout is {lora.dropout:g}; it must be below 1")
+    tower = [f"lora.{part}={getattr(lora, part)}" for part in ("vision", "merger") if getattr(lora, part) != "frozen"]
+    if config.model.language_only and tower:
+        raise ConfigError(
+            f"{tower[0]} needs the vision tower, but model.language_only trains without it; leave out one"
         )
 
 

@@ -12,7 +12,7 @@ from preprocess.recipes.chat.content import ContentOptions, ContentReader
 from preprocess.recipes.chat.forms import fits, read_form
 from preprocess.recipes.chat.images import RowImages
 from preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
-from preprocess.recipes.chat.tools import read_calls, read_tools
+from preprocess.recipes.chat.tools import read_arguments, read_calls, read_tools
 from preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, RowTurn
 from preprocess.recipes.chat.videos import RowVideos
 from preprocess.recipes.chat.weights import row_weight, turn_weight
@@ -76,7 +76,15 @@ class Chat:
         videos.require_all_used(_UNMARKED)
         refuse_box_marks(values, messages)
         tools = read_tools(values, keys)
-        return Conversation(messages, tools, row_weight(values), keys.harmless, keys.unknown)
+        arguments = read_arguments(values, keys)
+        return Conversation(
+            messages,
+            tools,
+            row_weight(values),
+            keys.harmless,
+            keys.unknown,
+            template_arguments=arguments,
+        )
 
 
 def _with_first(messages: tuple[Message, ...], images: RowImages, videos: RowVideos) -> tuple[Message, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from preprocess.conversation import Message
 from preprocess.recipes.chat.images import BOUND_KEYS
+from preprocess.recipes.chat.tools import ARGUMENTS
 from preprocess.recipes.chat.weights import ROW_WEIGHTS
 from preprocess.recipes.keys import is_empty
 from preprocess.reject import RowRejected, excerpt
@@ -14,7 +15,19 @@ from vlmdata.reasons import Reason
 
 #: Columns that are read with every form of turns.
 USED_COLUMNS = frozenset(
-    {"system", "system_prompt", "images", "image", "videos", "video", "tools", "functions", *BOUND_KEYS, *ROW_WEIGHTS}
+    {
+        "system",
+        "system_prompt",
+        "images",
+        "image",
+        "videos",
+        "video",
+        "tools",
+        "functions",
+        ARGUMENTS,
+        *BOUND_KEYS,
+        *ROW_WEIGHTS,
+    }
 )
 
 _VIDEOS, _AUDIOS = frozenset({"videos", "video"}), frozenset({"audios", "audio"})
@@ -33,7 +46,7 @@ _LABELS = frozenset({"label", "kto_tag"})
 _FLAGS = frozenset({"loss", "train", "training"})
 _BOX_COLUMNS = frozenset({"objects", "bbox"})
 _BOX_MARKS = ("<bbox>", "<ref-object>")
-_REFUSED = _AUDIOS | _PREFERENCE | _LABELS | {"chat_template_kwargs"}
+_REFUSED = _AUDIOS | _PREFERENCE | _LABELS
 
 
 def refuse_row(values: Mapping[str, Any], *, reads_videos: bool = False) -> None:
@@ -44,7 +57,7 @@ def refuse_row(values: Mapping[str, Any], *, reads_videos: bool = False) -> None
         reads_videos: Whether the recipe reads videos.
 
     Raises:
-        RowRejected: UNSUPPORTED_CONTENT for videos that are not read, audio and arguments of the chat template;
+        RowRejected: UNSUPPORTED_CONTENT for videos that are not read and audio;
             PREFERENCE_DATA for pairs of a better and a worse answer, and for answers labelled good or bad; NO_TARGETS
             for rows marked as not learned.
     """
@@ -65,12 +78,6 @@ def refuse_row(values: Mapping[str, Any], *, reads_videos: bool = False) -> None
                 Reason.PREFERENCE_DATA,
                 f"{key} holds {excerpt(value)}: preference data, of which supervised training would learn only one "
                 "side. To learn the better answer, make it the assistant's turn and drop this column.",
-            )
-        if key == "chat_template_kwargs":
-            raise RowRejected(
-                Reason.UNSUPPORTED_CONTENT,
-                f"{key} holds {excerpt(value)}; rows cannot set arguments of the chat template. Drop the column if "
-                "the default rendering is right.",
             )
         if key == "kto_tag" or str(value).lower() in ("true", "false"):  # other labels are classes
             raise RowRejected(

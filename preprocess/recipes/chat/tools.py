@@ -1,4 +1,4 @@
-"""Tool calls of the assistant, and the offered tools."""
+"""Tool calls of the assistant, the offered tools, and other arguments of the chat template."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from preprocess.row import Struct
 from vlmdata.reasons import Reason
 
 _CALL_KEYS = frozenset({"id", "type", "function", "name", "arguments"})
+#: Column with arguments of the chat template (TRL, ms-swift).
+ARGUMENTS = "chat_template_kwargs"
 _CALL_HARMLESS = frozenset({"index"})
 
 
@@ -50,6 +52,23 @@ def read_tools(values: Mapping[str, Any], keys: KeyLog) -> tuple[Mapping[str, An
     """
     functions = _definitions(values, "functions", keys)
     return (*_definitions(values, "tools", keys), *({"type": "function", "function": each} for each in functions))
+
+
+def read_arguments(values: Mapping[str, Any], keys: KeyLog) -> Mapping[str, Any]:
+    """Returns the arguments of the chat template in the column ``chat_template_kwargs``: an object or JSON text.
+
+    Structs of Arrow lose their nulls.
+
+    Raises:
+        RowRejected: MALFORMED_MESSAGES.
+    """
+    given = values.get(ARGUMENTS)
+    if is_empty(given):
+        return {}
+    found = parse_json(given, ARGUMENTS) if isinstance(given, str) else _without_padding(given, f"{ARGUMENTS}.", keys)
+    if not isinstance(found, Mapping):
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{ARGUMENTS} is not an object: {excerpt(given)}")
+    return dict(found)
 
 
 def _definitions(values: Mapping[str, Any], column: str, keys: KeyLog) -> tuple[Mapping[str, Any], ...]:

@@ -34,7 +34,8 @@ EMPTY = [None, "", [], {}, [None], {"ref": [], "bbox": None}]
         ({"label": True}, PREFERENCE, "label is True"),
         ({"label": "true"}, PREFERENCE, "label is true"),
         ({"kto_tag": True}, PREFERENCE, "kto_tag is True"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, CONTENT, "cannot set arguments of the chat template"),
+        ({"chat_template_kwargs": ["enable_thinking"]}, MESSAGES, "chat_template_kwargs is not an object"),
+        ({"chat_template_kwargs": "{"}, MESSAGES, "chat_template_kwargs is not JSON"),
         ({"history": [["a", "b"]]}, MESSAGES, "history and messages are both given; move its turns into messages"),
         ({"conversations": user("x")}, MESSAGES, "turns are in both messages and conversations"),
         (

@@ -18,6 +18,7 @@ from vlmdata.integrations.check.diagnose import (
     findings_of,
     probed_places,
 )
+from vlmdata.integrations.check.kernels import one_configuration, without_kernels
 from vlmdata.integrations.check.outcomes import (
     Whole,
     explained,
@@ -91,7 +92,7 @@ def check(
     Raises:
         UsageError: If the forward pass fails.
     """
-    with exact_float32():
+    with exact_float32(), one_configuration(torch.device(device)):
         return _Check(build, data, dtype, torch.device(device), gradients).result()
 
 
@@ -152,11 +153,10 @@ class _Check:
         eps = torch.finfo(self.dtype).eps
         spots: dict[Spot, float] = {}
         self.bench.set_dtype(torch.float32)
-        exact, gradients = self._references()
-        for sample, low, high in zip(self.data.alone, self.alone, exact, strict=True):
-            forced = Forced(sample, [low.calls])
-            with torch.no_grad():
-                forced.finish(self.bench.alone(sample, forced), [low.outcome])
+        with without_kernels(self.bench.inner):
+            exact, gradients = self._references()
+            local = [self._forced_by(sample, low) for sample, low in zip(self.data.alone, self.alone, strict=True)]
+        for sample, low, high, forced in zip(self.data.alone, self.alone, exact, local, strict=True):
             whole = output_errors(low.outcome, [high.outcome], sample, [1.0])
             whole["mean"] = scalar_error(low.outcome.averaged(sample.batch), [high.outcome], sample, [1.0])
             for name, error in whole.items():
@@ -170,6 +170,13 @@ class _Check:
             spots[Spot(name, False, "gradient")] = _FACTOR * max(error, usual)
         self.bench.set_dtype(self.dtype)
         return Tolerance(local=2 * eps, mean=eps / 4, whole=2 * eps, gradients=4 * eps, measured=spots)
+
+    def _forced_by(self, sample: SampleBatch, low: Alone) -> Forced:
+        """Computes a sample anew, with the inputs that each module had in another dtype."""
+        forced = Forced(sample, [low.calls])
+        with torch.no_grad():
+            forced.finish(self.bench.alone(sample, forced), [low.outcome])
+        return forced
 
     def _in_order(self, pack: SampleBatch) -> list[Alone]:
         return [self.alone[number] for number in pack.samples]

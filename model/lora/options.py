@@ -1,0 +1,59 @@
+"""Options of low-rank adapters. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+#: How a part of the vision side is trained.
+Training = Literal["frozen", "lora", "full"]
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What low-rank adapters adapt, and how. Without a rank, there are none.
+
+    Attributes:
+        rank: Rank r of the adapters; unset trains the weights themselves.
+        alpha: The product of an adapter counts alpha / r; unset means twice the rank.
+        dropout: Share of an adapter's inputs that are dropped in training; not for routed experts.
+        rslora: Count alpha / sqrt(r) instead, as in rank-stabilised LoRA.
+        targets: Matrices of the language model to adapt: groups ("attention", "delta_net", "mlp", "shared_experts",
+            "experts", "mtp"), names in transformers' model ("q_proj") or patterns ("layers.1?.self_attn.*"). Empty
+            means all groups but "mtp".
+        vision: The vision tower without its mergers: "frozen", "lora" for adapters, "full" for its own weights.
+        merger: The same for its mergers.
+        weights: Folder of an adapter in PEFT's format to start from.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    dropout: float = 0.0
+    rslora: bool = False
+    targets: tuple[str, ...] = ()
+    vision: Training = "frozen"
+    merger: Training = "frozen"
+    weights: str | None = None
+
+    @property
+    def used_alpha(self) -> float:
+        """``alpha``, or its default."""
+        assert self.rank is not None
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's product."""
+        assert self.rank is not None
+        return self.used_alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def adapted_parts(self) -> tuple[str, ...]:
+        """Parts of the model that have adapters; there are always some in the language model."""
+        return ("language", *(part for part in ("vision", "merger") if getattr(self, part) == "lora"))
+
+    @property
+    def full_parts(self) -> tuple[str, ...]:
+        """Parts whose own weights are trained."""
+        return tuple(part for part in ("vision", "merger") if getattr(self, part) == "full")
