@@ -26,6 +26,7 @@ from preprocess.grounding import Form, GroundingPart, Unit
 from preprocess.recipes.base import Candidate, load_recipe
 from preprocess.reject import RowRejected
 from preprocess.row import Row
+from tests.preprocess.extend_pages import write_example
 from vlmdata.families import REGISTRY, family
 from vlmdata.reasons import Reason
 
@@ -98,6 +99,8 @@ def test_a_box_covers_the_same_pixels_of_the_resized_image(
     across, down = {Unit.PIXELS: (width, height), Unit.ONE: (1, 1), Unit.THOUSAND: (1000, 1000)}[unit]
     given = (float(left * across), float(top * down), float(right * across), float(bottom * down))
     if given[0] == given[2] or given[1] == given[3]:
+        with pytest.raises(RowRejected, match="it is empty"):
+            written(BoxPart(given, unit, form=form), image, config)
         return
     # What the box covers of the resized image, whatever is written: by its shares of the image's sides.
     truth = [Fraction(value) / side for value, side in zip(given, (across, down) * 2, strict=True)]
@@ -225,6 +228,26 @@ def test_an_image_that_cannot_be_used_rejects_the_row() -> None:
     with pytest.raises(RowRejected) as rejected:
         written(BoxPart((0, 0, 1, 1)), ImagePart(b"no image"), QWEN3)
     assert rejected.value.reason is Reason.NOT_AN_IMAGE
+
+
+def test_the_pages_recipe_writes_a_box(tmp_path: Path) -> None:
+    file = tmp_path / f"{write_example('recipe.md', tmp_path, 1)}.py"
+    row = {"image": picture(480, 640).data, "answer": ["dog"], "bbox": [64, 48, 256, 192]}
+    made = load_recipe(f"{file}:RefCoco")(Row(0, row))
+    assert isinstance(made, Conversation)
+    (answer,) = with_grounding_as_text(made, QWEN3).answers
+    assert answer.text == '{"bbox_2d": [100, 100, 500, 500], "label": "dog"}'
+
+
+@pytest.mark.parametrize(("name", "line"), [("qwen3_vl", 0), ("qwen3_5", 0), ("qwen2_5_vl", 1)])
+def test_the_pages_row_becomes_the_pages_answer(name: str, line: int) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    example = page.split("### Boxes and points", 1)[1].split("```jsonc\n", 1)[1].split("```", 1)[0]
+    row = json.loads("".join(re.sub(r"//.*", "", each) for each in example.splitlines()))
+    learned = re.findall(r"learns? +(\[.*\])", example)
+    made = load_recipe("chat")(Row(0, {**row, "images": [picture(480, 640).data]}))
+    assert isinstance(made, Conversation)
+    assert with_grounding_as_text(made, PreprocessConfig(family=name)).answers[0].text == learned[line]
 
 
 def test_a_row_of_ms_swift_becomes_targets(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
