@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+from preprocess.grounding import BoxPart, GroundingPart, LabelPart, PointPart
+from vlmdata.wording import counted
 
 #: A value of a column that a recipe attaches to a sample.
 ColumnValue = str | int | float | bool | None
@@ -68,9 +71,10 @@ class VideoPart:
     """A video, and how the data asks to sample and resize it. None leaves it to the run.
 
     Attributes:
-        data: The encoded file, or the image files of its frames. Those are used as they are: none is left out.
+        data: The encoded file, or the image files of its frames. Those with a rate are all used; those with
+            timestamps are sampled if one of the arguments from ``fps`` to ``max_frames`` is given.
         field: Place in the row, for messages.
-        rate: Frames per second of the video of which ``data`` are the frames; needed with frames, else None.
+        rate: Frames per second of the video of which ``data`` are the frames; None for a file.
         fps: Sampled frames per second.
         num_frames: Number of sampled frames; not with ``fps``.
         min_frames: Fewest sampled frames; used with ``fps``.
@@ -78,9 +82,10 @@ class VideoPart:
         min_pixels: Smallest area of a resized frame in pixels.
         max_pixels: Largest area of a resized frame in pixels.
         total_pixels: Largest area of all resized frames in pixels.
-        start: Where the sampled part begins, in seconds.
+        start: Where the sampled part begins, in seconds; with a file or timestamps.
         end: Where it ends, in seconds.
         seconds: When each temporal patch is shown; the encoder sets it.
+        timestamps: When each of the frames in ``data`` is shown, in seconds, ascending; instead of ``rate``.
     """
 
     data: bytes | tuple[bytes, ...]
@@ -96,14 +101,17 @@ class VideoPart:
     start: float | None = None
     end: float | None = None
     seconds: tuple[float, ...] = ()
+    timestamps: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, bytes):
             _require_tuple("VideoPart.data", self.data, (bytes,), "the bytes of image files")
-            if not self.data or self.rate is None:
-                raise ValueError("VideoPart.data is a tuple of frames; there must be one, and their rate must be given")
-        elif self.rate is not None:
-            raise ValueError("VideoPart.rate is that of frames; a file has its own")
+            if not self.data or (self.rate is None) == (self.timestamps is None):
+                raise ValueError("VideoPart.data is a tuple of frames; it needs at least one, and a rate or timestamps")
+            if self.timestamps is not None and (fault := timestamps_fault(self.timestamps, len(self.data))):
+                raise ValueError(f"VideoPart.timestamps{fault}")
+        elif self.rate is not None or self.timestamps is not None:
+            raise ValueError("VideoPart.rate and timestamps are those of frames; a file has its own")
         for name in ("num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -120,8 +128,31 @@ class VideoPart:
             raise ValueError("VideoPart.fps and num_frames exclude each other")
 
 
+def timestamps_fault(times: Sequence[Any], frames: int) -> str:
+    """Says why times cannot be those of a list of frames, as the rest of a sentence that begins with their name.
+
+    Args:
+        times: Seconds at which each frame is shown.
+        frames: Number of frames.
+
+    Returns:
+        The fault with its value; "" if there is none.
+    """
+    if len(times) != frames:
+        return f" has {counted(len(times), 'time')} for {counted(frames, 'frame')}; write one per frame"
+    before: float = -1
+    for number, time in enumerate(times):
+        if type(time) not in (int, float) or not math.isfinite(time) or time < 0:
+            return f"[{number}] is {time!r}; it must be a number of seconds from 0"
+        if time <= before:
+            return f"[{number}] is {time}, not after {before} before it; write frames in the order of their times"
+        before = time
+    return ""
+
+
 MediaPart = ImagePart | VideoPart
-ContentPart = TextPart | MediaPart
+ContentPart = TextPart | MediaPart | GroundingPart
+_PARTS = (TextPart, ImagePart, VideoPart, BoxPart, PointPart, LabelPart)
 
 
 @dataclass(frozen=True)
@@ -130,7 +161,7 @@ class Message:
 
     Attributes:
         role: Role of the speaker.
-        parts: Content, in order.
+        parts: Content, in order. Boxes, points and labels become text before the chat template is applied.
         reasoning: The assistant's reasoning, separate from its answer.
         tool_calls: The assistant's calls: mappings with ``name`` and ``arguments`` (a mapping).
         loss_weight: Weight of the turn's targets in the loss, at least 0; 0 means the turn is not learned. Assistant
@@ -146,7 +177,7 @@ class Message:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ValueError(f"Message.role is {self.role!r}; known roles: {', '.join(sorted(ROLES))}")
-        _require_tuple("Message.parts", self.parts, (TextPart, ImagePart, VideoPart), "TextPart, ImagePart, VideoPart")
+        _require_tuple("Message.parts", self.parts, _PARTS, ", ".join(kind.__name__ for kind in _PARTS))
         _require_tuple("Message.tool_calls", self.tool_calls, (Mapping,), "mappings with name and arguments")
         if self.reasoning is not None and not isinstance(self.reasoning, str):
             raise TypeError(f"Message.reasoning is of type {_kind(self.reasoning)}; it must be a str or None")
@@ -159,7 +190,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """All text of the turn, joined."""
+        """All text of the turn, joined, without boxes, points and labels."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
     @property
@@ -170,7 +201,7 @@ class Message:
     @property
     def media(self) -> Iterator[MediaPart]:
         """The images and videos of the turn, in order."""
-        return (part for part in self.parts if not isinstance(part, TextPart))
+        return (part for part in self.parts if isinstance(part, ImagePart | VideoPart))
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class VideoConfig:
         Args:
             images: What stores its images.
         """
-        return CODECS.find(self.pixels or video_codec_beside(images))
+        return CODECS.find(self.pixels or video_codec_beside(images), "--video-pixels")
 
     def to_json(self, family: Family, images: ItemCodec) -> dict[str, Any] | None:
         """Returns the options as JSON, with the family's defaults filled in; None if the family has no videos.

@@ -46,6 +46,13 @@ def place_of(location: str | PathLike[str]) -> str:
     return place.rstrip("/") or place
 
 
+def within(folder: str, name: str) -> str:
+    """Returns the path or URL of a file by its name in a folder. Each ``../`` that begins the name leaves a folder."""
+    while name.startswith("../"):
+        folder, name = folder.rpartition("/")[0], name[3:]
+    return f"{folder}/{name}" if name else folder
+
+
 def is_url(place: str) -> bool:
     """True if a place is a URL, not a path."""
     return _URL.match(place) is not None

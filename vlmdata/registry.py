@@ -53,12 +53,17 @@ class Registry[T](dict[str, str]):
         self._fault = fault
         self._given: dict[str, str] = {}
 
-    def find(self, given: str) -> T:
+    def find(self, given: str, option: str | None = None) -> T:
         """Returns what the user names: by name, as ``module:attribute`` or as ``file.py:attribute``.
 
         An extension with a ``name`` of its own, such as a codec, is then known by it in this process.
+
+        Args:
+            given: The name.
+            option: The option that gave it, for messages; None is that of the registry.
         """
-        return self._own(given, f"{self.option} {given}") if ":" in given else self.named(given)
+        where = f"{option or self.option} {given}"
+        return self._own(given, where) if ":" in given else self._named(given, where)
 
     def _own(self, given: str, where: str) -> T:
         found = self._load(given, given, where)
@@ -71,15 +76,18 @@ class Registry[T](dict[str, str]):
 
     def named(self, name: str) -> T:
         """Returns the extension that a dataset or the user names; runs no code that only the name tells."""
+        return self._named(name, f"{self.option} {name}")
+
+    def _named(self, name: str, where: str) -> T:
         target = self._target(name)
         if target is None:
             raise self.error(
-                f"{self.option} {name}: unknown {self.kind}. Known: {', '.join(self.names())}; or your own as "
+                f"{where}: unknown {self.kind}. Known: {', '.join(self.names())}; or your own as "
                 "module:attribute or file.py:attribute."
             )
-        found = self._load(name, target, f"{self.option} {name}")
+        found = self._load(name, target, where)
         if (own := getattr(found, "name", name)) != name:
-            raise self.error(f"{self.option} {name}: {target} has the name {own!r}. Give both the same name.")
+            raise self.error(f"{where}: {target} has the name {own!r}. Give both the same name.")
         return found
 
     def knows(self, name: str) -> bool:

@@ -21,6 +21,7 @@ from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.storage.download import download
+from vlmdata.storage.versions import place_of_version
 
 _IMAGES, _VIDEOS, _GENERATION = "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json"
 _JOINT = "processor_config.json"
@@ -52,10 +53,11 @@ class DatasetFiles:
 def opened(location: str) -> Iterator[DatasetFiles]:
     """Opens a dataset, at a path or URL, for its tokenizer; an error if it is missing, unfinished or changed."""
     with tempfile.TemporaryDirectory() as temporary:
-        directory = Path(location)
-        if "://" in location:
+        place = place_of_version(location)
+        directory = Path(place)
+        if "://" in place:
             directory = Path(temporary)
-            _fetch(location.rstrip("/"), directory)
+            _fetch(place, directory)
         manifest = Manifest.read(directory)
         for file, _, problem in tokenizer_findings(directory, manifest):
             raise WeightsError(f"{location}/{file}: {problem}. Run `vlmdata verify {location}` to list all damage")

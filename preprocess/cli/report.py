@@ -16,6 +16,7 @@ from rich.table import Table
 
 from preprocess.config import EMBEDDED, Overlong, TrainTurns
 from preprocess.run.dataset import PartResult, RunResult
+from preprocess.run.row_table import read_row_table
 from vlmdata.cli.console import results
 from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import (
@@ -128,6 +129,9 @@ class Report:
             "shards_made": self.result.made,
             "shards_kept": self.result.kept,
             "repaired": list(self.result.repaired),
+            "version": self.manifest.version.get("number", 1),
+            "version_made": self.result.version is not None,
+            **({"rows": self.result.version.changes} if self.result.version is not None else {}),
             "seconds": round(self.seconds, 3),
         }
 
@@ -153,6 +157,11 @@ class Report:
             lines.append(f"rejected rows, with reasons: {self._ledger}")
         if self.failed_row is not None:
             lines.append(f"unexpected errors: add --trace {self.failed_row} to {self.command} for the first traceback")
+        if (version := self.result.version) is not None:
+            rows = ", ".join(f"{count:,} {what}" for what, count in version.changes.items())
+            lines.append(f"version {version.number}: rows {rows}. Version {version.number - 1} stays as it was.")
+        elif not (self.result.made or self.result.repaired):
+            lines.append(f"no row has changed since version {self.manifest.version.get('number', 1)}: nothing to do")
         if self.result.repaired:
             lines.append(f"recreated and equal to the manifest: {', '.join(self.result.repaired)}")
         if self.manifest.totals.samples:
@@ -233,6 +242,7 @@ def report_of(
 ) -> Report:
     """Creates the report of a finished run; ``command`` is the one to which to add ``--trace``, in words."""
     manifest = result.manifest
+    store = store.below(result.folder) if result.folder else store
     shown = [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]
     if manifest.rejects.get(Reason.UNEXPECTED_ERROR):
         shown.append(Reason.UNEXPECTED_ERROR)
@@ -248,10 +258,18 @@ def report_of(
         seconds=seconds,
         max_reject_rate=max_reject_rate,
         examples=tuple(each for reason in dict.fromkeys(shown[:_EXAMPLES]) for each in first[reason]),
-        failed_row=failed[0].row if failed else None,
+        failed_row=_source_row(store, manifest, failed[0].row) if failed else None,
         command=command,
         has_turns=bool(index.column("target_turns").to_numpy().any()),
     )
+
+
+def _source_row(store: Store, manifest: Manifest, row: int) -> int:
+    """Returns the number in the source of a row: in versions after the first, rows keep their earlier numbers."""
+    if not manifest.version:
+        return row
+    rows = read_row_table(store, manifest)
+    return int(rows["source_row"][rows["row"].index(row).as_py()].as_py())
 
 
 def show(report: Report | PartReport, talk: Console, as_json: bool) -> None:

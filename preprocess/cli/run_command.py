@@ -25,7 +25,7 @@ from preprocess.cli.trace_text import print_trace
 from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.encode import Encoder
 from preprocess.engines.base import Engine, errors_named, load_engine
-from preprocess.engines.local import PRELOADED
+from preprocess.engines.local import PRELOADED, Local
 from preprocess.own_options import constructor_takes
 from preprocess.recipes.base import PARTS, load_recipe
 from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
@@ -42,6 +42,7 @@ from vlmdata.cli.console import messages, results
 from vlmdata.errors import ConfigMismatchError, SourceError
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.machine import available_cores
+from vlmdata.media.c_library import keep_memory
 from vlmdata.storage import Store
 from vlmdata.wording import counted
 
@@ -53,12 +54,15 @@ def run_command(command: PreprocessCommand) -> int:
     """Runs the command. Returns its exit code."""
     # stdout is only for the summary; progress and other messages go to stderr.
     talk = messages()
+    keep_memory()  # one worker runs in this process
     command = dataclasses.replace(command, source=source_place(command.source))
     store = None if command.out is None else output_store(command.out)
     part = None if command.part is None else Part.parse(command.part)
     _check_options(command)
     engine = load_engine(command.engine, command.engine_options)
     names = split_names(command.split, holdout=command.holdout, trace=command.trace)
+    if command.trace is None and isinstance(engine, Local):
+        engine.warm_up(command.workers or available_cores())  # imports libraries while this process does
     quiet_libraries()
     command = dataclasses.replace(command, config=_with_family(command, talk))
     if command.config.tokenizer != EMBEDDED:
@@ -117,7 +121,9 @@ def _make(
             "workers": workers,
             "hash_source": command.hash_source,
             "engine": engine,
-            "watcher": Watcher(display.start, display.shard_done, partial(_print_changed_files, talk)),
+            "watcher": Watcher(
+                display.start, display.shard_done, partial(_print_changed_files, talk), partial(_print_compared, talk)
+            ),
         }
         if part is not None:
             made = preprocess_part(part, output.source, output.store, command.config, **options)
@@ -137,6 +143,11 @@ def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) ->
         markup=False,
         soft_wrap=True,
     )
+
+
+def _print_compared(talk: Console, rows: int) -> None:
+    if rows & (rows - 1) == 0 and rows >= _LEAST_COUNT:  # at each doubling, as far as rows are counted in blocks
+        talk.print(f"{counted(rows, 'row')} compared with the newest version", markup=False)
 
 
 def _check_options(command: PreprocessCommand) -> None:

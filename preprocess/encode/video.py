@@ -176,9 +176,8 @@ def _plan_of_file(part: VideoPart, contents: VideoContents, config: PreprocessCo
     first, last = _window(part, contents)
     settings = _settings(part, config)
     temporal, rate, total = family.temporal_patch_size, float(contents.rate), last - first + 1
-    indices = first + rules.frame_indices(total, rate, settings, temporal)
-    numbers = contents.shown_at(indices)
-    height, width = contents.size
+    sampled = first + rules.frame_indices(total, rate, settings, temporal)
+    indices, numbers = sampled.tolist(), contents.shown_at(sampled)
     origin = {
         "kind": VIDEO,
         "format": contents.container,
@@ -191,32 +190,71 @@ def _plan_of_file(part: VideoPart, contents: VideoContents, config: PreprocessCo
     }
     if contents.declared_frames not in (0, len(contents)):
         origin["declared_frames"] = contents.declared_frames
+    if contents.leading:
+        origin["leading_frames"] = len(contents.leading)
     if contents.damage:
         origin["damage"] = contents.damage
     times = tuple(round(time, 6) for time in contents.seconds(numbers).tolist())
-    size = (height, width)
-    return _plan(part, size, indices, numbers.tolist(), times, total, rate, settings, origin, contents, config)
+    told, size = patch_seconds(indices, rate, temporal), contents.size
+    return _plan(part, size, indices, numbers.tolist(), times, told, total, rate, settings, origin, contents, config)
 
 
 def _plan_of_frames(part: VideoPart, files: tuple[bytes, ...], config: PreprocessConfig) -> VideoPlan:
-    """Makes the plan of a video that the data has as frames: all of them are used."""
-    assert part.rate is not None
+    """Makes the plan of a video that the data has as frames."""
     decoded = decode_image(files[0], config.image.max_source_pixels, f"{part.field}[0]")
-    size, count = decoded.memory.shape[:2], len(files)
-    indices = at_least_one_patch(np.arange(count), config.model_family.temporal_patch_size)
-    origin = {"kind": VIDEO, "format": "frames", "width": size[1], "height": size[0], "rate": part.rate}
-    origin["file_frames"] = count
-    times = tuple(round(number / part.rate, 6) for number in indices.tolist())
+    size, temporal = decoded.memory.shape[:2], config.model_family.temporal_patch_size
     settings = _settings(part, config)
-    return _plan(part, size, indices, indices.tolist(), times, count, part.rate, settings, origin, None, config)
+    if part.timestamps is not None:
+        numbers, total, rate = _of_timestamps(part, part.timestamps, settings, config)
+        seconds = [part.timestamps[number] for number in numbers]
+        told = patch_seconds(seconds, 1.0, temporal)
+    else:
+        assert part.rate is not None
+        rate, total = part.rate, len(files)
+        numbers = at_least_one_patch(np.arange(total), temporal).tolist()
+        seconds = [number / rate for number in numbers]
+        told = patch_seconds(numbers, rate, temporal)
+    origin = {"kind": VIDEO, "format": "frames", "width": size[1], "height": size[0], "rate": rate}
+    origin["file_frames"] = len(files)
+    times = tuple(round(time, 6) for time in seconds)
+    return _plan(part, size, numbers, numbers, times, told, total, rate, settings, origin, None, config)
+
+
+def _of_timestamps(
+    part: VideoPart, timestamps: tuple[float, ...], settings: VideoSettings, config: PreprocessConfig
+) -> tuple[list[int], int, float]:
+    """Chooses frames of a list by the times at which they are shown.
+
+    All frames of the requested part are used, unless the data asks for a rate or a number of frames. Then the family's
+    rule samples a video of as many frames at their mean rate, and a frame is used from half a frame before its time on,
+    as in files with a variable rate.
+
+    Returns:
+        The chosen frames, the number of frames in the part, and their mean rate.
+
+    Raises:
+        VideoFramesError: If no frame lies in the part.
+    """
+    shown = np.array(timestamps)
+    within = np.flatnonzero((shown >= (part.start or 0)) & (shown <= (math.inf if part.end is None else part.end)))
+    if not len(within):
+        raise _nothing_within(part, f"its frames are shown from {shown[0]:g} to {shown[-1]:g} s")
+    since, total, temporal = shown[within] - shown[within[0]], len(within), config.model_family.temporal_patch_size
+    rate = float((total - 1) / since[-1]) if total > 1 else settings.fps  # one frame has no rate
+    indices = at_least_one_patch(np.arange(total), temporal)
+    if any(asked is not None for asked in (part.fps, part.num_frames, part.min_frames, part.max_frames)):
+        indices = _rules(config).frame_indices(total, rate, settings, temporal)
+        indices = np.searchsorted(since, (indices + 0.5) / rate, side="right") - 1
+    return within[indices].tolist(), total, rate
 
 
 def _plan(
     part: VideoPart,
     file_size: tuple[int, int],
-    indices: npt.NDArray[np.int64],
+    indices: list[int],
     numbers: list[int],
     times: tuple[float, ...],
+    patch_times: tuple[float, ...],
     total: int,
     rate: float,
     settings: VideoSettings,
@@ -229,10 +267,9 @@ def _plan(
     bounded = rules.bounded(settings, count, temporal, part.min_pixels, part.max_pixels, part.total_pixels)
     size = rules.size(count, *file_size, bounded, family)
     seconds = seconds_per_patch(count, total, rate, temporal)
-    patch_times = patch_seconds(indices.tolist(), rate, temporal)
     told = {"patch_seconds": list(patch_times), "seconds_per_patch": seconds}
     origin |= {"frames": numbers, "seconds": list(times), **told}
-    return VideoPlan(part, size, tuple(indices.tolist()), tuple(numbers), times, patch_times, seconds, origin, contents)
+    return VideoPlan(part, size, tuple(indices), tuple(numbers), times, patch_times, seconds, origin, contents)
 
 
 def _settings(part: VideoPart, config: PreprocessConfig) -> VideoSettings:
@@ -254,12 +291,13 @@ def _window(part: VideoPart, contents: VideoContents) -> tuple[int, int]:
     first = 0 if part.start is None else math.ceil(part.start * rate)
     stop = last if part.end is None else min(math.floor(part.end * rate), last)
     if first > stop:
-        raise VideoFramesError(
-            f"no frame from video_start {part.start or 0:g} s to video_end "
-            f"{'the end' if part.end is None else f'{part.end:g} s'}; the video has {counted(last + 1, 'frame')} in "
-            f"{(last + 1) / rate:.2f} s"
-        )
+        raise _nothing_within(part, f"the video has {counted(last + 1, 'frame')} in {(last + 1) / rate:.2f} s")
     return first, stop
+
+
+def _nothing_within(part: VideoPart, found: str) -> VideoFramesError:
+    end = "the end" if part.end is None else f"{part.end:g} s"
+    return VideoFramesError(f"no frame from video_start {part.start or 0:g} s to video_end {end}; {found}")
 
 
 def _picture(

@@ -17,6 +17,7 @@ from preprocess.shards.counters import Counters
 from preprocess.shards.job import RowOutcome, ShardJob, ShardRecord
 from preprocess.sources.rows import Source
 from vlmdata.errors import ResourceError
+from vlmdata.media.c_library import keep_memory
 from vlmdata.workers import MAX_DEATHS, WorkersDied, in_workers, start_worker_server
 
 #: Modules that workers import once, in the server from which they are forked.
@@ -110,6 +111,7 @@ def _run_in_processes(
 
 
 def _prepare(work: ShardWork, counters: Counters) -> Callable[[ShardJob], ShardRecord]:
+    keep_memory()
     context = work.prepare()
     return lambda job: make_shard(job, context, counters)
 

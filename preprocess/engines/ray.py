@@ -31,6 +31,7 @@ from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.manifest import differences
 from vlmdata.format.schema import shard_name
 from vlmdata.machine import available_cores
+from vlmdata.media.c_library import keep_memory
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.registry import Registry, is_file
 from vlmdata.storage import Store
@@ -258,6 +259,7 @@ def _make_in_task(sent: _TaskInput, job: ShardJob) -> tuple[str, ShardRecord | E
             with contextlib.suppress(OSError):  # not needed if all paths are absolute or URLs
                 os.chdir(sent.folder)
             _require_equal_versions(sent, node)
+            keep_memory()
             _context[sent.key] = sent.work.prepare()
         return node, make_shard(job, _context[sent.key], reporter)
     except VlmdataError as error:

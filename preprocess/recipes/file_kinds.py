@@ -21,6 +21,7 @@ class FileKind:
         fetch: Reason for an address that is not allowed or not reachable.
         wrong: Reason if it is something else.
         too_large: Reason if it has more than ``most_bytes``.
+        smaller: How to make it smaller, for messages.
     """
 
     name: str
@@ -32,6 +33,7 @@ class FileKind:
     fetch: Reason
     wrong: Reason
     too_large: Reason
+    smaller: str
 
 
 IMAGES = FileKind(
@@ -44,6 +46,7 @@ IMAGES = FileKind(
     fetch=Reason.IMAGE_FETCH,
     wrong=Reason.NOT_AN_IMAGE,
     too_large=Reason.IMAGE_TOO_LARGE,
+    smaller="make it smaller",
 )
 #: A worker holds the videos of the row that it encodes in memory, so their size is bounded: an hour at 4.8 Mbit/s.
 VIDEOS = FileKind(
@@ -56,4 +59,5 @@ VIDEOS = FileKind(
     fetch=Reason.VIDEO_FETCH,
     wrong=Reason.NOT_A_VIDEO,
     too_large=Reason.VIDEO_TOO_LARGE,
+    smaller="cut it into parts: ffmpeg -i a.mp4 -c copy -f segment -segment_time 600 part-%03d.mp4",
 )

@@ -169,7 +169,9 @@ class MediaLoader:
             if not full.is_file():
                 raise RowRejected(kind.missing, f"{field}: {shown} is not a regular file")
             if (size := os.path.getsize(full)) > kind.most_bytes:
-                raise RowRejected(kind.too_large, f"{field}: {shown} has {size} bytes, over {kind.most_bytes}")
+                raise RowRejected(
+                    kind.too_large, f"{field}: {shown} has {size} bytes, over {kind.most_bytes}; {kind.smaller}"
+                )
             data = full.read_bytes()
             size = len(data)
             if self._of_row is not None:

@@ -78,7 +78,9 @@ class RemoteRoot:
             said = error if isinstance(error, AttemptsFailed) else f"{type(error).__name__}: {error}"
             raise FetchProblem(kind.fetch, f"{excerpt(url)}: {said}") from error
         if len(data) > kind.most_bytes:
-            raise FetchProblem(kind.too_large, f"{shown} has more than {kind.most_bytes} bytes", len(data))
+            raise FetchProblem(
+                kind.too_large, f"{shown} has more than {kind.most_bytes} bytes; {kind.smaller}", len(data)
+            )
         return data
 
     def state(self, path: str) -> tuple[int | None, float | None]:

@@ -75,7 +75,9 @@ def _once(session: Session, fetch: _Fetch, url: str, kind: FileKind) -> bytes:
         for chunk in response.iter_content(1 << 20):
             received += chunk
             if len(received) > kind.most_bytes:
-                raise FetchProblem(kind.too_large, f"{excerpt(url)} gives more than {kind.most_bytes} bytes")
+                raise FetchProblem(
+                    kind.too_large, f"{excerpt(url)} gives more than {kind.most_bytes} bytes; {kind.smaller}"
+                )
     if fetch.ended:  # a closed connection looks like the end of a body without a length
         raise RequestException("the time is over")
     return bytes(received)

@@ -45,13 +45,14 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.source_columns import source_names
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
-from vlmdata.locations import is_url, place_of
+from vlmdata.locations import is_url
 from vlmdata.media.codecs import RAW, REGISTRY, VIDEO, codec, libraries_of
 from vlmdata.storage import Lock, Store, open_store
 from vlmdata.storage.folder import Folder
 from vlmdata.storage.join_checks import small_file_problems
 from vlmdata.storage.open import open_remote, shards_of
 from vlmdata.storage.shards import DatasetShards
+from vlmdata.storage.versions import place_of_version
 from vlmdata.version import __version__
 from vlmdata.workers import WorkersDied, in_workers
 
@@ -302,6 +303,7 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
         tokenizer_files=tokenizer_files,
         schema_version=SCHEMA_VERSION,
         created_by=f"vlmdata {__version__}",
+        version={},
     )
     lock.commit(MANIFEST_NAME, manifest.to_json())
     return manifest
@@ -336,7 +338,7 @@ class OldDataset:
             DatasetFormatError: If it is not a dataset, or one of its small files is missing or damaged.
             ResourceError: If a URL cannot be cached.
         """
-        name = place_of(location)
+        name = place_of_version(location)
         directory = open_remote(name).directory if is_url(name) else Path(name)
         manifest = Manifest.read(directory)
         found = cls(name, manifest, directory, shards_of(name, manifest))

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 
 from preprocess.config import TrainTurns
 from preprocess.shards.job import ShardRecord, progress_name, totals_of
-from preprocess.shards.samples import encode_item
+from preprocess.shards.samples import encode_item, option_of
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.format.schema import MEMBER_BY_NAME, Member, supported_features
+from vlmdata.format.schema import MEMBER_BY_NAME, Member, shard_name, supported_features
 from vlmdata.format.shard import EncodedItem, ShardWriter
 from vlmdata.media.codecs import IMAGE, RAW, REGISTRY, VIDEO, Item, ItemShape, Unsuitable, decode_item
 from vlmdata.storage import Store
@@ -66,21 +66,21 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
     index = DatasetIndex.read(work.index, shard=number)
     rows = [index.row(i) for i in range(len(index))]
     if work.pixels is None:
-        info = old
+        info = replace(old, name=shard_name(number))
         _copy_shard(number, work)
     else:
         assert work.video_pixels is not None
         reader = SampleReader(number, work.manifest, work.shards)
         codecs = {IMAGE: REGISTRY.find(work.pixels).name, VIDEO: REGISTRY.find(work.video_pixels).name}
         try:
-            with store.writing(old.name) as file, ShardWriter(file) as writer:
+            with store.writing(shard_name(number)) as file, ShardWriter(file) as writer:
                 items = _Items()
                 for i, row in enumerate(rows):
                     rows[i], items = _recode_sample(row, reader, work, codecs, writer, items)
                 size, digest = writer.close()
         finally:
             reader.close()
-        info = replace(old, bytes=size, sha256=digest, unselected=0)
+        info = replace(old, name=shard_name(number), bytes=size, sha256=digest, unselected=0)
     record = ShardRecord(info, totals_of(info, rows), {}, tuple(sorted(used_features(rows))))
     with store.writing(progress_name(number, "parquet")) as file:
         pq.write_table(index_table(rows, supported_features()), file)
@@ -93,7 +93,7 @@ def _copy_shard(number: int, work: RecodeWork) -> None:
     old, store = work.manifest.shards[number], ShardStore([work.shards], "pixels")
     digest, piece = hashlib.sha256(), np.empty(min(_COPIED_BYTES, old.bytes), np.uint8)
     try:
-        with work.store.writing(old.name) as file:
+        with work.store.writing(shard_name(number)) as file:
             for begin in range(0, old.bytes, _COPIED_BYTES):
                 part = memoryview(piece)[: old.bytes - begin]
                 store.read(0, number, begin, part, None, f"bytes from {begin}")
@@ -149,8 +149,8 @@ def _encoded(pixels: str, item: Item, what: str) -> Buffer:
         return encode_item(pixels, item, what)
     except Unsuitable as error:  # the ledger is that of the old dataset
         raise UsageError(
-            f"--pixels {pixels}: the codec does not store {what}: {error}. Choose another --pixels, or preprocess the "
-            "source again, which rejects such samples."
+            f"{option_of(item)} {pixels}: the codec does not store {what}: {error}. Choose another {option_of(item)}, "
+            "or preprocess the source again, which rejects such samples."
         ) from error
 
 

@@ -17,6 +17,7 @@ from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import system_message
 from preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
 from preprocess.run.claim import Part, job_array
+from preprocess.run.row_table import has_all_rows, rows_of_shards, write_row_table
 from preprocess.shards.fingerprints import of_samples
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.errors import ConfigMismatchError, ResourceError
@@ -70,6 +71,8 @@ def close_dataset(
         kept = identity["config"]["options"].get("keep_columns", ())
         with merged_index(store, store, shards, features, kept) as index:
             index_hash = index.sha256
+        if has_all_rows(store, shards):
+            write_row_table(store, rows_of_shards(store, shards), index_hash)
         with merged_ledger(store, store, [n for n in shards if records[n].info.rejected]) as ledger:
             ledger_hash = ledger.sha256
         with saved_tokenizer(store, tokenizer) as folder:
@@ -124,7 +127,7 @@ def merged_index(
             group: list[pa.Table] = []
             for number, content in enumerate(contents, start=1):
                 table = pq.read_table(io.BytesIO(content), schema=indexed)
-                for name, column in columns_of(_source_values(content) if types else [], types).items():
+                for name, column in columns_of(source_values(content) if types else [], types).items():
                     table = table.append_column(schema.field(name), column)
                 group.append(table)
                 if number % together and number < len(shards):
@@ -139,11 +142,11 @@ def merged_index(
 def _source_types(records: Store, shards: Sequence[int], kept: Sequence[str]) -> dict[str, pa.DataType]:
     found = SourceTypes(kept)
     for content in records.read_all(progress_name(shard, "parquet") for shard in shards) if kept else ():
-        found.add(_source_values(content))
+        found.add(source_values(content))
     return found.types
 
 
-def _source_values(content: bytes) -> list[dict[str, Any]]:
+def source_values(content: bytes) -> list[dict[str, Any]]:
     """Returns the values of source columns of each sample in the index rows of a shard."""
     with pq.ParquetFile(io.BytesIO(content)) as file:
         if SOURCE not in file.schema_arrow.names:

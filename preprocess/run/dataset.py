@@ -2,76 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, Protocol
 
-from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
-from preprocess.encode.probe import require_usable
-from preprocess.engines.base import Engine, ShardWork, errors_named, make_shards
+from preprocess.engines.base import Engine, errors_named
 from preprocess.engines.local import Local
-from preprocess.recipes.choice import image_root_of
 from preprocess.run.claim import Part, part_claim, whole_claim
 from preprocess.run.closing import close_dataset
 from preprocess.run.directory import ShardPlan, begin, clear_place, prepare_place, resource_errors, tidied
-from preprocess.run.earlier_files import EarlierFiles
+from preprocess.run.making import PartResult, Reuse, Run, RunResult, Watcher
+from preprocess.run.next_version import as_before, changes_since, make_part_of_version, make_version, require_whole
 from preprocess.run.repair import Repair, find_damage, with_deadly_rows
-from preprocess.shards.counters import Counters
-from preprocess.shards.fingerprints import run_identity
-from preprocess.shards.job import ShardJob, ShardRecord, finished_records
-from preprocess.shards.kept_columns import require_columns
+from preprocess.run.versions import Newest
 from preprocess.sources.rows import Source
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR, shard_name
-from vlmdata.storage import Lock, Store, open_store
+from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
+from vlmdata.storage import Store, open_store
 
-
-@dataclass(frozen=True)
-class Watcher:
-    """Callbacks that follow a run."""
-
-    #: Called once with the numbers of rows, shards and finished shards, and the live counters.
-    started: Callable[[int, int, int, Counters], None] = lambda rows, shards, done, counters: None
-    #: Called with the record of each shard made in this run.
-    shard_done: Callable[[ShardRecord], None] = lambda record: None
-    #: Called with the shards that are recreated because image files have changed, and these files.
-    files_changed: Callable[[Mapping[int, Sequence[str]]], None] = lambda changed: None
-
-
-class Reuse(Protocol):
-    """What a run takes from another dataset instead of making it."""
-
-    def identity(self, identity: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns what another run must share to continue this one, given that of a run that makes everything."""
-
-    def work(self, work: ShardWork) -> ShardWork:
-        """Returns what makes shards, given that of a run that makes everything."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Result of a run: numbers of shards made now and kept, and names of lost files and folders that were recreated."""
-
-    manifest: Manifest
-    made: int
-    kept: int
-    repaired: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """Result of a part: the records of its shards, and numbers of shards made now and kept.
-
-    If the dataset was ``finished`` before, there was nothing to do, and there are no records.
-    """
-
-    part: Part
-    records: tuple[ShardRecord, ...]
-    made: int
-    kept: int
-    finished: bool = False
+__all__ = ["PartResult", "Reuse", "RunResult", "Watcher", "preprocess_dataset", "preprocess_part"]
 
 
 def preprocess_dataset(
@@ -88,7 +36,8 @@ def preprocess_dataset(
 ) -> RunResult:
     """Makes a dataset, or continues one that an earlier run of the same configuration began.
 
-    For a finished dataset, it recreates missing or truncated files.
+    For a finished dataset, it recreates missing or truncated files. If rows of the source or image files were added,
+    changed or removed, it makes a new version, of which only what differs is made.
 
     Args:
         source: An opened source.
@@ -108,7 +57,7 @@ def preprocess_dataset(
     Raises:
         DatasetFormatError: If a lost file of a finished dataset cannot be recreated with the same bytes.
         ConfigMismatchError: If ``out`` contains other files, a dataset of another configuration or source, or a
-            finished dataset whose image files have changed.
+            finished dataset without the record of its rows, of which something has changed.
         ResourceError: If ``out`` is full or not writable, or another run is using it.
         SourceError: If the tokenizer or the recipe cannot be loaded, or the tokenizer cannot be used.
     """
@@ -116,14 +65,19 @@ def preprocess_dataset(
     if overwrite or store.size(MANIFEST_NAME) is None:
         with errors_named(engine):
             engine.warm_up(workers)
-    run = _Run.prepared(source, store, config, engine, workers, hash_source, reuse)
+    run = Run.prepared(source, store, config, engine, workers, hash_source, reuse)
     _prepare(store)
     with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store, lock):
         if overwrite:
             clear_place(store)
-        finished = begin(store, run.identity, restart=True)
+        newest = Newest.read(store)
+        if newest is not None and reuse is None and (changes := changes_since(run, newest)) is not None:
+            return make_version(run, store, newest, changes, lock, watcher)
+        finished = begin(store, run.identity, restart=True, newest=None if newest is None else newest.manifest)
         if finished is not None:
-            run.earlier.require_unchanged(finished)
+            if newest is not None and newest.folder:
+                require_whole(newest)
+                return as_before(newest)
             return _recreate_lost(run, finished, watcher)
         (ShardPlan.read(store) or run.plan).write(store)
         records, made = run.make(run.jobs, watcher, lock)
@@ -165,11 +119,13 @@ def preprocess_part(
     if store.size(MANIFEST_NAME) is None:
         with errors_named(engine):
             engine.warm_up(workers)
-    run = _Run.prepared(source, store, config, engine, workers, hash_source)
+    run = Run.prepared(source, store, config, engine, workers, hash_source)
     jobs = [job for job in run.jobs if part.has(job.number)]
     nothing_to_do = PartResult(part, (), made=0, kept=len(jobs), finished=True)
-    if store.size(MANIFEST_NAME) is not None and (finished := begin(store, run.identity)) is not None:
-        run.earlier.require_unchanged(finished)
+    if (newest := Newest.read(store)) is not None:
+        if (changes := changes_since(run, newest)) is not None:
+            return make_part_of_version(run, store, newest, changes, part, watcher) or nothing_to_do
+        begin(store, run.identity, newest=newest.manifest)
         return nothing_to_do
     _prepare(store)
     with resource_errors(store, "the run failed"):
@@ -182,67 +138,7 @@ def preprocess_part(
     return nothing_to_do
 
 
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """What a run is made of, whole or in parts."""
-
-    work: ShardWork
-    plan: ShardPlan
-    tokenizer: ChatTokenizer
-    identity: Mapping[str, Any]  # what another run must share to continue this one
-    earlier: EarlierFiles
-    engine: Engine
-    workers: int
-    jobs: Sequence[ShardJob]
-    counters: Counters = field(repr=False)
-
-    @classmethod
-    def prepared(
-        cls,
-        source: Source,
-        store: Store,
-        config: PreprocessConfig,
-        engine: Engine,
-        workers: int,
-        hash_source: bool,
-        reuse: Reuse | None = None,
-    ) -> _Run:
-        """Loads the tokenizer, and tries it."""
-        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
-        require_usable(tokenizer, config)
-        require_columns(source, config.keep_columns)
-        identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times)
-        plan = ShardPlan(source.num_rows, config.rows_per_shard)
-        work = ShardWork(source, config, store, tokenizer.info)
-        if reuse is not None:
-            identity, work = reuse.identity(identity), reuse.work(work)
-        earlier = EarlierFiles(store, image_root_of(source, config), hash_source)
-        jobs = plan.jobs
-        return cls(work, plan, tokenizer, identity, earlier, engine, workers, jobs, Counters(len(jobs)))
-
-    def make(self, jobs: Sequence[ShardJob], watcher: Watcher, lock: Lock) -> tuple[list[ShardRecord], int]:
-        """Makes those of some shards that are missing; returns the records of all in order, and how many it made."""
-        store = self.work.store
-        records = finished_records(store, jobs)
-        if changed := self.earlier.forget_changed(records):
-            watcher.files_changed(changed)
-        for number, record in records.items():
-            self.counters.finish(number, record)
-        rows = sum(job.row_stop - job.row_start for job in jobs)
-        watcher.started(rows, len(jobs), len(records), self.counters)
-        missing = [job for job in jobs if job.number not in records]
-        # A shard without its record is useless and takes space.
-        standing = store.listing()
-        store.delete(name for job in missing if (name := shard_name(job.number)) in standing)
-        for number, record in make_shards(self.engine, self.work, missing, self.workers, self.counters):
-            lock.check()
-            records[number] = record
-            watcher.shard_done(record)
-        lock.check()
-        return [records[job.number] for job in jobs], len(missing)
-
-
-def _recreate_lost(run: _Run, manifest: Manifest, watcher: Watcher) -> RunResult:
+def _recreate_lost(run: Run, manifest: Manifest, watcher: Watcher) -> RunResult:
     """Makes again what a finished dataset lost, if anything."""
     jobs = with_deadly_rows(run.jobs, run.work.store, manifest)
     repair = Repair(run.work, manifest, jobs, run.tokenizer, run.engine, run.workers, run.counters)

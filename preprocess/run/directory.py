@@ -21,7 +21,10 @@ from vlmdata.format.schema import (
     LEDGER_NAME,
     MANIFEST_NAME,
     PROGRESS_DIR,
+    ROWS_NAME,
     TOKENIZER_DIR,
+    VERSIONS_DIR,
+    VERSIONS_NAME,
 )
 from vlmdata.storage import Lock, LockedError, Store
 
@@ -62,20 +65,24 @@ def some(names: list[str]) -> str:
 
 def is_ours(name: str) -> bool:
     """True for the name of a file or folder of a dataset or a run."""
-    fixed = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, IMAGE_FILES_NAME, TOKENIZER_DIR, PROGRESS_DIR)
-    return name in fixed or SHARD_FILE.fullmatch(name) is not None
+    files = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, IMAGE_FILES_NAME, ROWS_NAME, VERSIONS_NAME)
+    return name in (*files, TOKENIZER_DIR, PROGRESS_DIR) or SHARD_FILE.fullmatch(name) is not None
 
 
 def clear_place(store: Store) -> None:
     """Removes a dataset and the remains of unfinished runs. Files of others beside them stay."""
-    # The manifest goes first: without it, nothing treats the rest as a dataset. The record of the run goes last: while
+    # The manifests go first: without them, nothing treats the rest as a dataset. The record of the run goes last: while
     # anything is left of an unfinished run, no run of another configuration can mistake it for its own.
     store.delete([MANIFEST_NAME])
+    store.delete([VERSIONS_NAME])
     ours = [name for name in store.listing() if is_ours(store.final_name(name)) and name != PROGRESS_DIR]
-    store.delete(name for name in ours if store.final_name(name) != TOKENIZER_DIR)
-    for name in ours:
-        if store.final_name(name) == TOKENIZER_DIR:
-            store.delete_folder(name)
+    folders = [name for name in ours if store.final_name(name) == TOKENIZER_DIR]
+    folders += [f"{VERSIONS_DIR}/{name}" for name in store.listing(VERSIONS_DIR) if name.isdecimal()]
+    store.delete(name for name in ours if name not in folders)
+    for name in folders:
+        store.delete_folder(name)
+    if not store.listing(VERSIONS_DIR):
+        store.delete_folder(VERSIONS_DIR)
     store.delete_folder(PROGRESS_DIR, keep=[name.rpartition("/")[2] for name in (LOCK_FILE, RUN_FILE)])
     store.delete([RUN_FILE])
 
@@ -115,17 +122,19 @@ class ShardPlan:
             store.put(_PLAN_FILE, json.dumps(asdict(self)).encode())
 
 
-def begin(store: Store, identity: Mapping[str, Any], *, restart: bool = False) -> Manifest | None:
+def begin(
+    store: Store, identity: Mapping[str, Any], *, restart: bool = False, newest: Manifest | None = None
+) -> Manifest | None:
     """Begins a run in a store, or continues the run that is there. Returns the manifest if it is finished.
 
     The caller has locked the store or a part of the run, unless it has a finished dataset. ``restart`` allows to remove
-    a run that accepted no row.
+    a run that accepted no row. ``newest`` is the manifest of the newest version, if that is not the first.
 
     Raises:
         ConfigMismatchError: If the store has another run or other files.
     """
-    manifest = read_manifest(store)
-    before = read_identity(store) if manifest is None else _identity_of(manifest)
+    manifest = newest or read_manifest(store)
+    before = read_identity(store) if manifest is None else identity_of(manifest)
     if before is None:
         stray = [name for name in store.listing() if is_ours(name) and name != PROGRESS_DIR]
         before = read_identity(store)  # again: another part may have begun; it writes its record before its shards
@@ -178,10 +187,12 @@ def _record(identity: Mapping[str, Any]) -> bytes:
     return json.dumps(identity, sort_keys=True).encode()
 
 
-def _identity_of(manifest: Manifest) -> dict[str, Any]:
+def identity_of(manifest: Manifest) -> dict[str, Any]:
+    """Returns the identity of the run that made a finished dataset."""
+    source = manifest.version.get("source", manifest.source)
     return {
         "config": manifest.config,
-        "source": {name: value for name, value in manifest.source.items() if name != IMAGE_FILES},
+        "source": {name: value for name, value in source.items() if name != IMAGE_FILES},
         "tokenizer": tokenizer_identity(manifest.tokenizer),
     }
 
@@ -193,7 +204,7 @@ def _accepted_nothing(store: Store, manifest: Manifest | None, changed: bool) ->
     (files, URLs, installed packages) may have been corrected. An unfinished run with the same options is continued.
     """
     if manifest is not None:
-        return manifest.totals.samples == 0
+        return manifest.totals.samples == 0 and not manifest.version
     if not changed:
         return False
     # A shard without its record may have samples.

@@ -11,7 +11,7 @@ from preprocess.recipes.remote_root import RemoteRoot
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, PROGRESS_DIR, shard_name
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, PROGRESS_DIR
 from vlmdata.locations import is_url, place_of
 from vlmdata.storage import Store
 from vlmdata.wording import counted
@@ -28,24 +28,23 @@ class EarlierFiles:
     image_root: str | None  # None if rows can name no files
     hash_source: bool  # whether to read all files, and not only those that were touched since the run began
 
-    def require_unchanged(self, manifest: Manifest) -> None:
-        """Checks the files of a finished dataset.
-
-        Raises:
-            ConfigMismatchError: If some have changed; lists their shards.
-        """
+    def changed_since(self, manifest: Manifest) -> Mapping[int, Sequence[str]]:
+        """Returns the files of a finished dataset that have changed, by shard."""
         written, store = manifest.source.get(IMAGE_FILES), self.store
         if written is None or store.sha256(IMAGE_FILES_NAME) != written["sha256"]:
-            return  # recreating a lost list recreates all shards, which detects changed files by their bytes
-        changed = self._changed(IMAGE_FILES_NAME, store.modified_ns(IMAGE_FILES_NAME) if store.keeps_times else None)
-        if changed:
-            lines = [f"  {shard_name(shard)}: {listed({shard: paths})}" for shard, paths in sorted(changed.items())]
-            more = [f"  … {counted(len(lines), 'shard')} in total"] if len(lines) > _SHOWN else []
-            shown = "\n".join([*lines[:_SHOWN], *more])
-            raise ConfigMismatchError(
-                f"{self.store}: contains a finished dataset, but image files in {self.image_root} have changed:"
-                f"\n{shown}\nRestore them, give another --out, or use --overwrite to recreate the dataset."
-            )
+            return {}  # recreating a lost list recreates all shards, which detects changed files by their bytes
+        return self._changed(IMAGE_FILES_NAME, store.modified_ns(IMAGE_FILES_NAME) if store.keeps_times else None)
+
+    def refusal(self, manifest: Manifest, changed: Mapping[int, Sequence[str]], why: str) -> ConfigMismatchError:
+        """Returns the error for changed files of a dataset of which no version can be made."""
+        names = {shard: manifest.shards[shard].name.rpartition("/")[2] for shard in changed}
+        lines = [f"  {names[shard]}: {listed({shard: paths})}" for shard, paths in sorted(changed.items())]
+        more = [f"  … {counted(len(lines), 'shard')} in total"] if len(lines) > _SHOWN else []
+        shown = "\n".join([*lines[:_SHOWN], *more])
+        return ConfigMismatchError(
+            f"{self.store}: contains a finished dataset, but image files in {self.image_root} have changed:"
+            f"\n{shown}\n{why}"
+        )
 
     def forget_changed(self, records: MutableMapping[int, ShardRecord]) -> Mapping[int, Sequence[str]]:
         """Removes the records of finished shards with changed files. Returns the removed shards and these files."""

@@ -11,13 +11,16 @@ from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.run.claim import Part, directory_claim, named, parts_at_work
 from preprocess.run.closing import close_dataset
 from preprocess.run.dataset import RunResult
-from preprocess.run.directory import ShardPlan, read_identity, read_manifest, tidied
+from preprocess.run.directory import ShardPlan, read_identity, tidied
+from preprocess.run.version_closing import close_version
+from preprocess.run.versions import Newest, begun_version, read_version
 from preprocess.shards.fingerprints import tokenizer_identity
-from preprocess.shards.job import finished_records
+from preprocess.shards.job import ShardRecord, finished_records
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
 from vlmdata.format.manifest import differences
-from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.storage import Store, open_store
+from vlmdata.storage.versions import folder_of
 
 
 @dataclass(frozen=True)
@@ -53,34 +56,64 @@ def finish_dataset(out: Store | str | PathLike[str]) -> RunResult | Missing:
         SourceError: If the tokenizer cannot be loaded.
     """
     store = open_store(out) if isinstance(out, str | PathLike) else out
-    manifest, identity = read_manifest(store), read_identity(store)
-    if manifest is not None:
-        return RunResult(manifest, made=0, kept=len(manifest.shards))
+    newest, identity = Newest.read(store), read_identity(store)
+    if newest is not None:
+        return _finish_version(store, newest)
     if identity is None:
         raise DatasetFormatError(
             f"{store}: has no {MANIFEST_NAME} and no record of a run. Give the --out of the parts."
         )
     with directory_claim(store) as lock:
-        plan, at_work = ShardPlan.read(store), tuple(parts_at_work(store))
-        if plan is None:
-            raise DatasetFormatError(
-                f"{store}: has a run of an earlier vlmdata, which did not record its number of shards. Run the same "
-                "`vlmdata preprocess` command again to continue it."
-            )
-        jobs = plan.jobs
-        records = finished_records(store, jobs)
-        if missing := tuple(job.number for job in jobs if job.number not in records):
-            return Missing(plan, missing, at_work)
-        if at_work:
-            raise ResourceError(
-                f"{store}: all shards are made, but {named(at_work)} still at work there; wait for it or stop it"
-            )
+        found = _made_shards(store)
+        if isinstance(found, Missing):
+            return found
+        plan, made = found
         with tidied(store, lock):
             tokenizer = _tokenizer(store, identity)
             lock.check()
-            made = [records[job.number] for job in jobs]
             manifest = close_dataset(store, lock, identity, made, tokenizer, plan.parts)
-            return RunResult(manifest, made=0, kept=len(records))
+            return RunResult(manifest, made=0, kept=len(made))
+
+
+def _finish_version(store: Store, newest: Newest) -> RunResult | Missing:
+    """Completes the version that parts have made; returns the newest version if none is begun."""
+    begun = begun_version(store, newest)
+    if begun is None:
+        return RunResult(newest.manifest, made=0, kept=len(newest.manifest.shards), folder=newest.folder)
+    place, identity = begun
+    with directory_claim(store) as lock, tidied(store, lock), directory_claim(place):
+        found = _made_shards(place)
+        if isinstance(found, Missing):
+            return found
+        place.tidy(PROGRESS_DIR)
+        info, _ = read_version(place, identity)
+        lock.check()
+        manifest = close_version(store, lock, place, newest, identity, found[1])
+    return RunResult(manifest, made=0, kept=len(manifest.shards), folder=folder_of(info.number), version=info)
+
+
+def _made_shards(store: Store) -> tuple[ShardPlan, list[ShardRecord]] | Missing:
+    """Returns the plan of a run and the records of its shards, in order, if all are made.
+
+    Raises:
+        DatasetFormatError: If the run is of an earlier version.
+        ResourceError: If a part is still at work.
+    """
+    plan, at_work = ShardPlan.read(store), tuple(parts_at_work(store))
+    if plan is None:
+        raise DatasetFormatError(
+            f"{store}: has a run of an earlier vlmdata, which did not record its number of shards. Run the same "
+            "`vlmdata preprocess` command again to continue it."
+        )
+    jobs = plan.jobs
+    records = finished_records(store, jobs)
+    if missing := tuple(job.number for job in jobs if job.number not in records):
+        return Missing(plan, missing, at_work)
+    if at_work:
+        raise ResourceError(
+            f"{store}: all shards are made, but {named(at_work)} still at work there; wait for it or stop it"
+        )
+    return plan, [records[job.number] for job in jobs]
 
 
 def _tokenizer(store: Store, identity: Mapping[str, Any]) -> ChatTokenizer:

@@ -33,6 +33,7 @@ from vlmdata.format.schema import (
 from vlmdata.format.tokenizer_files import STRAY, hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
+from vlmdata.storage.join_checks import shard_sizes
 
 _SCRATCH = f"{PROGRESS_DIR}/repair"
 #: An empty file in the scratch folder. Its modification time is when the repair began.
@@ -56,7 +57,7 @@ class Damage:
 
 def find_damage(store: Store, manifest: Manifest) -> Damage:
     """Checks the sizes of shards and the hashes of all other files. ``vlmdata verify`` checks shard contents."""
-    sizes = store.listing()
+    sizes = shard_sizes(store, manifest)
     with store.local(*(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))) as folder:
         # Added files are left alone: removing what this program did not make is up to the user.
         tokenizer = any(check != STRAY for _, check, _ in tokenizer_findings(folder, manifest))

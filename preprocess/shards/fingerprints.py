@@ -59,8 +59,7 @@ _REMEDIES = (
     ("source", "restore the source"),
 )
 _ADDED = (
-    "To add rows to a dataset, make a second one of the new rows alone: a loader reads a list of datasets, and "
-    "`vlmdata join` makes one of several."
+    "If all else is as before, a finished dataset takes added, changed and removed rows of its source as a new version."
 )
 #: Packages whose modules hold rules that a family's or codec's module takes from elsewhere.
 _PACKAGES = ("vlmdata.families", "vlmdata.media.codecs")

@@ -31,7 +31,9 @@ from preprocess.reject import RowRejected
 from preprocess.row import Row
 from preprocess.shards.kept_columns import kept_values
 from preprocess.shards.read_ahead import rows_of
+from preprocess.shards.rows import ROWS_SUFFIX, RowRecord, write_rows
 from preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
+from preprocess.sources.row_digests import row_digest
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow, index_table, used_features
@@ -161,7 +163,10 @@ class ShardContext:
 
 
 def progress_name(shard: int, suffix: str) -> str:
-    """Path of a shard's record, index rows, rejects or image files (``json parquet jsonl files``) during a run."""
+    """Path of a shard's record, index rows, rejects, image files or rows during a run.
+
+    ``suffix`` is ``json``, ``parquet``, ``jsonl``, ``files`` or ``rows``.
+    """
     return f"{PROGRESS_DIR}/{shard_name(shard).removesuffix('.tar')}.{suffix}"
 
 
@@ -196,13 +201,16 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     name, store = shard_name(job.number), context.store
     numbers = context.source.numbers[job.row_start : job.row_stop]
     outcomes: list[RowOutcome] = []
+    records: list[RowRecord] = []
     with (
         store.writing(name) as file,
         ShardWriter(file) as writer,
         closing(rows_of(context.source, numbers, context.media, job.deadly)) as rows,
     ):
-        for number, row in rows:
+        for at, (source_row, row) in enumerate(rows, start=job.row_start):
+            number = context.source.allotted(at, source_row)
             outcomes.append(_add_row(number, row, job.number, context, writer))
+            records.append(_record_of(number, source_row, None if source_row in job.deadly else row, outcomes[-1]))
             if on_row is not None:
                 on_row(outcomes[-1])
         size, digest = writer.close()
@@ -224,9 +232,22 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
         pq.write_table(index_table(samples, supported_features()), file)
     files = context.files(job, outcomes)
     write_files(store, progress_name(job.number, FILES_SUFFIX), job.number, files)
+    write_rows(store, progress_name(job.number, ROWS_SUFFIX), job.number, records)
     store.put(progress_name(job.number, "jsonl"), b"".join(rejection.to_line() for rejection in rejections))
     store.put(progress_name(job.number, "json"), record.to_json())
     return record
+
+
+def _record_of(number: int, source_row: int, row: Row | RowRejected | None, outcome: RowOutcome) -> RowRecord:
+    """Returns the record of a row; ``row`` is None if it was rejected without a try."""
+    return RowRecord(
+        row=number,
+        source_row=source_row,
+        content=None if row is None else row_digest(row),
+        files=[each.path for each in outcome.files.values()],
+        file_bytes=outcome.file_bytes,
+        notes={"unused_keys": outcome.unused, "unknown_keys": outcome.unknown, "turns": outcome.turns},
+    )
 
 
 def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardContext, writer: ShardWriter) -> RowOutcome:
@@ -333,8 +354,11 @@ def attempted[T](make: Callable[[], T], recipe: Recipe) -> T | RowRejected:
 def _encode(candidate: Candidate, recipe: Recipe, encoder: Encoder) -> _Encoded:
     if isinstance(candidate.made, RowRejected):
         return None, [candidate.made]
-    outcomes = attempted(partial(encoder.encode_all, candidate.made), recipe)
-    return (None, [outcomes]) if isinstance(outcomes, RowRejected) else (candidate.made, outcomes)
+    made = attempted(partial(encoder.as_text, candidate.made), recipe)  # what --keep-conversations stores
+    if isinstance(made, RowRejected):
+        return None, [made]
+    outcomes = attempted(partial(encoder.encode_all, made), recipe)
+    return (None, [outcomes]) if isinstance(outcomes, RowRejected) else (made, outcomes)
 
 
 def _turns(candidate: Candidate) -> int:

@@ -165,9 +165,14 @@ def _encoded(name: str, item: Item, what: str, place: str) -> EncodedItem:
     except Unsuitable as error:
         raise RowRejected(
             Reason.UNSUITABLE_ITEM,
-            f"{place}: the codec {name} does not store it: {error}. Choose another --pixels to keep the row",
+            f"{place}: the codec {name} does not store it: {error}. Choose another {option_of(item)} to keep the row",
         ) from error
     return EncodedItem(payload, item.shape, name, xxhash.xxh3_64_intdigest(item.patches))
+
+
+def option_of(item: Item) -> str:
+    """Returns the option that names the codec of an item."""
+    return "--pixels" if item.shape.kind == IMAGE else "--video-pixels"
 
 
 def encode_item(name: str, item: Item, what: str) -> Buffer:
@@ -186,8 +191,8 @@ def encode_item(name: str, item: Item, what: str) -> Buffer:
     except Exception as error:  # the codec may be the user's, and every library has its own errors
         _, rows, columns = item.shape.grid
         raise UsageError(
-            f"--pixels {name}: the codec cannot encode {what} ({columns}x{rows} patches): "
-            f"{problem_of(error, type(encoder).__module__)}. Correct its `encode`, or choose another --pixels. For an "
-            "item that it does not store, it raises Unsuitable."
+            f"{option_of(item)} {name}: the codec cannot encode {what} ({columns}x{rows} patches): "
+            f"{problem_of(error, type(encoder).__module__)}. Correct its `encode`, or choose another "
+            f"{option_of(item)}. For an item that it does not store, it raises Unsuitable."
         ) from error
     return stored

@@ -39,6 +39,8 @@ class Source:
     #: an unfinished run is continued only if they are the same.
     times: Mapping[str, str] = field(default_factory=dict)
     is_remote: bool = False  # whether rows come over a network
+    #: Number that the first row gets in keys, index and ledger, and the others after it. None: those in the source.
+    first_number: int | None = None
 
     @classmethod
     def whole(
@@ -51,6 +53,10 @@ class Source:
     def num_rows(self) -> int:
         """Number of rows."""
         return len(self.numbers)
+
+    def allotted(self, position: int, number: int) -> int:
+        """Returns the number in keys, index and ledger of the row with a number in the source and a position here."""
+        return number if self.first_number is None else self.first_number + position
 
     def row(self, number: int) -> Row:
         """Reads one row by its number in the source; errors as of :meth:`Rows.values`."""

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vlmdata
-from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.config import ImageConfig, PreprocessConfig, VideoConfig
 from preprocess.recode.run import recode_dataset
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
@@ -364,6 +364,8 @@ class TestDamage:
     def test_an_unknown_codec_is_refused_as_an_option(self) -> None:
         with pytest.raises(ValueError, match=r"--pixels webp: unknown codec\. Known: raw, "):
             PreprocessConfig(pixels="webp")
+        with pytest.raises(ValueError, match=r"^--video-pixels webp: unknown codec\. Known: raw, "):
+            PreprocessConfig(video=VideoConfig(pixels="webp"))
 
 
 def batches(directory: Path, **options: object) -> list[PackedBatch]:

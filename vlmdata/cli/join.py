@@ -37,11 +37,12 @@ def join(
     from vlmdata.storage import open_store
     from vlmdata.storage.join import join_datasets
     from vlmdata.storage.linked import describe
+    from vlmdata.storage.versions import place_of_version
 
     with counting_bar(messages(), time_left=False) as bar:
         task = bar.add_task("shards")
         result = join_datasets(
-            [open_store(place) for place in data],
+            [open_store(place_of_version(place)) for place in data],
             open_store(out),
             allow_duplicates=allow_duplicates,
             on_shard=lambda done, shards: bar.update(task, completed=done, total=shards),

@@ -83,6 +83,7 @@ def select(
     from vlmdata.storage import open_store
     from vlmdata.storage.linked import describe
     from vlmdata.storage.open import open_dataset
+    from vlmdata.storage.versions import place_of_version
 
     if out is None and not dry_run:
         raise UsageError("give --out for the new dataset, or --dry-run to count only")
@@ -114,7 +115,7 @@ def select(
             task = bar.add_task("shards")
             result = select_dataset(
                 dataset,
-                open_store(data),
+                open_store(place_of_version(data)),
                 open_store(out),
                 choice,
                 chosen,

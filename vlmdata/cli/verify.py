@@ -66,13 +66,14 @@ def verify(
     from vlmdata.cli.console import counting_bar, messages, results
     from vlmdata.format.manifest import Manifest
     from vlmdata.format.schema import JOINED, SELECTED
-    from vlmdata.locations import is_url, place_of
+    from vlmdata.locations import is_url
     from vlmdata.machine import available_cores
+    from vlmdata.storage.versions import place_of_version
     from vlmdata.verify.dataset import verify_dataset
     from vlmdata.verify.fault import first_names, remedies
     from vlmdata.verify.remote import auditable, named, remedies_at
 
-    talk, begun, place = messages(), time.monotonic(), place_of(data)
+    talk, begun, place = messages(), time.monotonic(), place_of_version(data)
     with auditable(place) as (directory, open_shard), counting_bar(talk) as bar:
         manifest = Manifest.read(directory)
         shards, kind = len(manifest.shards), manifest.source.get("kind")
@@ -88,7 +89,8 @@ def verify(
         )
     seconds = time.monotonic() - begun
     audit = named(audit, directory, place)
-    steps = (remedies_at if is_url(place) else remedies)(place, audit.faults, kind == JOINED, kind == SELECTED)
+    made = (kind == JOINED, kind == SELECTED, bool(manifest.version))
+    steps = (remedies_at if is_url(place) else remedies)(place, audit.faults, *made)
     if as_json:
         fields = {
             "directory": place,

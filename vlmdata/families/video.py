@@ -146,7 +146,7 @@ def seconds_per_patch(sampled: int, total: int, rate: float, temporal: int) -> f
     return temporal / (sampled / total * rate)
 
 
-def patch_seconds(indices: Sequence[int], rate: float, temporal: int) -> tuple[float, ...]:
+def patch_seconds(indices: Sequence[float], rate: float, temporal: int) -> tuple[float, ...]:
     """Returns the time of each temporal patch in seconds: the mean of its first and last frame.
 
     Source: ``Qwen3VLProcessor._calculate_timestamps``.

@@ -122,6 +122,7 @@ class Manifest:
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.
         tokenizer_files: sha256 of each file in ``tokenizer/``. Empty in manifests of format 1.0.
+        version: Of a version after the first: its number, parent, and what differs. Empty in the first.
     """
 
     config: Mapping[str, Any]
@@ -141,6 +142,7 @@ class Manifest:
     schema_version: str = SCHEMA_VERSION
     created_by: str = ""
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
+    version: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -175,7 +177,7 @@ class Manifest:
             "shards": [counts_to_json(shard) for shard in self.shards],
         }
         # Omits fields that a manifest of format 1.0 lacks, so that reading one does not change its fingerprint.
-        for name in ("tokenizer_files", "unused_keys", "unknown_keys", "turns", "family"):
+        for name in ("tokenizer_files", "unused_keys", "unknown_keys", "turns", "family", "version"):
             if not fields[name]:
                 del fields[name]
         return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -36,6 +36,10 @@ TOKENIZER_DIR = "tokenizer"
 PROGRESS_DIR = ".progress"
 #: Present only if rows name image files by path.
 IMAGE_FILES_NAME = "image_files.parquet"
+#: The rows of the source by content, from which a later run knows what has changed. No reader of samples needs it.
+ROWS_NAME = "rows.parquet"
+#: The list of a dataset's versions, and the folder of those after the first. Absent if there is only the first.
+VERSIONS_NAME, VERSIONS_DIR = "versions.json", "versions"
 #: ``source.kind`` of a dataset that ``vlmdata join`` made; its ``config`` lists the joined ones' under this name.
 JOINED = "joined"
 #: ``source.kind`` of a dataset that ``vlmdata select`` made of another one, whose source is under ``source.dataset``.

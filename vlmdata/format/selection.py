@@ -34,6 +34,11 @@ def has_selected(source: Mapping[str, Any]) -> bool:
     return source.get("kind") == SELECTED
 
 
+def is_version(source: Mapping[str, Any]) -> bool:
+    """Returns True if it is the source of a version after the first: shards may hold samples of earlier versions."""
+    return bool((source.get(SELECTION) or {}).get("version"))
+
+
 def row_offsets(source: Mapping[str, Any]) -> set[int]:
     """Returns what may be added to the row numbers of shards: one number for each dataset that was joined."""
     source = origin(source)

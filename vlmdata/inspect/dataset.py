@@ -109,6 +109,8 @@ class DatasetCard:
     findings: tuple[FindingGroup, ...]  # the worst first
     checked: int  # samples whose tokens were checked; the index was checked for all
     source_columns: Mapping[str, str] = field(default_factory=dict)  # Arrow type of each kept column of the source
+    #: Number, parent and changed rows of a version after the first; empty for the first.
+    version: Mapping[str, Any] = field(default_factory=dict)
 
 
 def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, seed: int = 0) -> DatasetCard:
@@ -146,6 +148,7 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         findings=_findings(dataset, facts, chosen),
         checked=len(chosen),
         source_columns={name: str(kind) for name, kind in source_types(dataset.index.table.schema).items()},
+        version={name: value for name, value in manifest.version.items() if name != "source"},
     )
 
 

@@ -61,6 +61,11 @@ def _services() -> Mapping[str, EntryPoint]:
     return {each.name: each for each in entry_points(group="vlmdata.services")}
 
 
+def is_served(place: str) -> bool:
+    """Returns True for the address of a collation service."""
+    return "://" in place and place.partition("://")[0].lower() in _services()
+
+
 @dataclass(frozen=True, eq=False)
 class OpenedData:
     """The datasets of a loader, where their shards are, and the service that makes the batches.

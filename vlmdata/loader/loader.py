@@ -28,6 +28,7 @@ from vlmdata.loader.mixture import mixture_in
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.request.index_rows import named_samples, sample_table
 from vlmdata.loader.request.pack_request import EpochPlans, PackImages, RankStream
+from vlmdata.loader.saved_versions import saved_versions
 from vlmdata.loader.state import DamagedSample, Position, SampleId, require_few, restore, saved_state
 from vlmdata.media.codecs import require_codecs
 from vlmdata.packing.config import Stage
@@ -99,32 +100,12 @@ class StreamingLoader:
         locations = locations_of(data)
         mixture = mixture_in(locations)
         locations = locations if mixture is None else list(mixture.locations)
-        self._data = locations
-        reading, layout = self.config.reading, self.config.parallelism
-        cache = Path(reading.cache_dir) if reading.cache_dir is not None else None
-        opened = open_data(locations, cache, reading.cache_bytes, self.config.service, reading.timeout)
-        self.datasets: tuple[VlmDataset, ...] = opened.datasets
-        self._shards = fetched_as_chosen(
-            opened.shards,
-            reading.fetch,
-            reading.cache_bytes,
-            slices=layout.context_parallel_rank is not None or layout.vision_rank is not None,
-        )
-        self._service = opened.service
-        if self._service is not None and layout.vision_rank is not None:
-            raise UsageError(
-                "a collation service makes the packs of one data-parallel rank, but vision_rank needs those of all: "
-                "read the datasets themselves"
-            )
-        require_one_tokenizer(self.datasets)
-        if "pixels" in reading.wanted_parts and self._service is None:
-            for dataset in self.datasets:
-                require_codecs(dataset.manifest.features)
-        table = sample_table(self.datasets)
+        table = self._open(locations)
         if mixture is not None:
             self.config = mixture.applied(self.config, table)
         self._plan_with(table, tuple(self.config.packing.earlier))
-        self._device = torch.device(reading.device) if reading.device is not None else None
+        device = self.config.reading.device
+        self._device = torch.device(device) if device is not None else None
         self._position = Position()
         self._threads = OneThread()
         self._session = CurrentSession()
@@ -133,6 +114,26 @@ class StreamingLoader:
         self.stats = LoaderStats()
         self._damaged: tuple[DamagedSample, ...] = ()
         self.plan(0)  # report samples that cannot be packed now, not at the first batch
+
+    def _open(self, locations: Sequence[Location]) -> SampleTable:
+        """Opens the datasets, and returns the columns of their samples that plans need."""
+        self._given = locations
+        reading, layout = self.config.reading, self.config.parallelism
+        cache = Path(reading.cache_dir) if reading.cache_dir is not None else None
+        opened = open_data(locations, cache, reading.cache_bytes, self.config.service, reading.timeout)
+        self.datasets: tuple[VlmDataset, ...] = opened.datasets
+        slices = layout.context_parallel_rank is not None or layout.vision_rank is not None
+        self._shards = fetched_as_chosen(opened.shards, reading.fetch, reading.cache_bytes, slices=slices)
+        self._service = opened.service
+        if self._service is not None and layout.vision_rank is not None:
+            raise UsageError(
+                "a collation service makes the packs of one data-parallel rank, but vision_rank needs those of all: "
+                "read the datasets themselves"
+            )
+        require_one_tokenizer(self.datasets)
+        if "pixels" in reading.wanted_parts and self._service is None:
+            require_codecs({feature for dataset in self.datasets for feature in dataset.manifest.features})
+        return sample_table(self.datasets)
 
     def _plan_with(self, table: SampleTable, earlier: tuple[Stage, ...], known: tuple[int, int] | None = None) -> None:
         """Makes the plans those of a run with this history."""
@@ -258,6 +259,8 @@ class StreamingLoader:
             ConfigMismatchError: If data or plan have changed; lists every difference. With ``change``: if the state is
                 within a step, or lacks a dataset of before.
         """
+        if self._service is None and (named := saved_versions(self._given, self.fingerprints, state)) is not None:
+            self._plan_with(self._open(named), self.plan_config.earlier)
         found = restore(state, self.dp_size, self.fingerprints, self.plan_config, change)
         self._session.end()
         if found.earlier != self.plan_config.earlier or found.known is not None:
@@ -318,7 +321,8 @@ class StreamingLoader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The caller's arguments and the position. The copy opens datasets and finds its ranks again.
-        return _make_again, (self._data, self.config, self._position, [each.id for each in self._damaged])
+        data = self._given if self._service is not None else [shards.name for shards in self._shards]
+        return _make_again, (data, self.config, self._position, [each.id for each in self._damaged])
 
     def _begin_session(self) -> Session:
         stream, reading = self._stream(), self.config.reading

@@ -13,8 +13,10 @@ from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.format.atomic import write_atomically
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, Packing, Parallelism, loader_options
+from vlmdata.loader.data import is_served
 from vlmdata.loader.mixture import mixture_in
 from vlmdata.loader.request.index_rows import default_capacity
+from vlmdata.loader.saved_versions import pinned
 from vlmdata.locations import is_url, place_of
 from vlmdata.packing.config import Blend, Change, Stage, config_differences
 from vlmdata.packing.cost import CostModel
@@ -124,6 +126,11 @@ class RunRecord:
                 f"{self.path}: cannot be written: {error.strerror or error}. Free space or fix permissions"
             ) from error
 
+    def places(self) -> list[str]:
+        """Returns the datasets, each by the version that the run read, also if there are newer ones."""
+        recorded = zip(self.data, self.fingerprints, strict=True)
+        return [place if is_served(place) else pinned(place, fingerprint) or place for place, fingerprint in recorded]
+
     def require_same_data(self, datasets: Sequence[VlmDataset]) -> None:
         """Raises an error for datasets that the run was not trained on.
 
@@ -178,7 +185,7 @@ class LoaderChoice:
     def data(self, named: Sequence[str]) -> list[str]:
         """Returns the given datasets, or else those of the run; a UsageError if there are none."""
         if named or self.run is not None:
-            return list(named) if self.run is None or named else list(self.run.data)
+            return list(named) if self.run is None or named else self.run.places()
         raise UsageError("DIR: give a dataset, or a training run with --run")
 
     def config(self, datasets: Sequence[VlmDataset], places: Sequence[str] = ()) -> LoaderConfig:

@@ -120,6 +120,7 @@ def select_dataset(
             schema_version=SCHEMA_VERSION,
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
+            version={},
         )
         complete(manifest)
     return SelectResult(manifest, transferred)

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.atomic import sync, temporary_path, temporary_target
 from vlmdata.format.manifest import ShardInfo
+from vlmdata.locations import within
 from vlmdata.storage.download import download
 
 _log = logging.getLogger("vlmdata.storage.cache")
@@ -120,7 +121,7 @@ class RemoteShards:
         temporary = temporary_path(path)
         try:
             try:
-                download(f"{self.url}/{shard.name}", temporary, shard.sha256)
+                download(within(self.url, shard.name), temporary, shard.sha256)
             except FileNotFoundError as error:
                 raise DatasetFormatError(f"{self.url}/{shard.name}: no such remote file") from error
             sync(temporary)  # otherwise the name may survive a power cut, and the content not

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError, SourceError
-from vlmdata.locations import file_system
+from vlmdata.locations import file_system, within
 from vlmdata.wording import counted
 
 _CHUNK = 8 * 1024 * 1024
@@ -23,8 +23,8 @@ _ATTEMPTS = 4
 _PAUSES = (0.25, 0.5, 1.0)
 #: Ranges fetched at a time.
 _AT_ONCE = 16
-#: Missing file, unknown file system or missing package: retries do not help.
-_FINAL = (FileNotFoundError, ImportError, ValueError)
+#: Missing file or permission, unknown file system or missing package: retries do not help.
+_FINAL = (FileNotFoundError, ImportError, PermissionError, ValueError)
 #: Bytes between two ranges of a shard that are fetched, too, to save a request.
 _READ_THROUGH = 256 * 1024
 
@@ -41,7 +41,7 @@ def download(url: str, to: Path, sha256: str | None) -> None:
         DatasetFormatError: If the download fails, or the hash differs.
         OSError: If ``to`` cannot be written, such as on a full disk.
     """
-    problem = ""
+    problem, cause = "", None
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSES[attempt - 1])
@@ -58,7 +58,7 @@ def download(url: str, to: Path, sha256: str | None) -> None:
         if sha256 in (None, found):
             return
         problem = f"its sha256 is {found}, but the manifest says {sha256}"
-    raise DatasetFormatError(f"{url}: cannot be fetched, {counted(attempt + 1, 'attempt')}: {problem}")
+    raise DatasetFormatError(f"{url}: cannot be fetched, {counted(attempt + 1, 'attempt')}: {problem}") from cause
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _problem(wanted: ByteRange, answer: bytes | Exception, attempts: int) -> str
 def _ask(files: Any, root: str, ranges: Sequence[ByteRange]) -> list[Any]:
     """Sends requests together; gives contents and errors."""
     at_once = {"batch_size": _AT_ONCE} if files.async_impl else {}
-    paths = [f"{root.rstrip('/')}/{each.name}" for each in ranges]
+    paths = [within(root.rstrip("/"), each.name) for each in ranges]
     starts, stops = [each.start for each in ranges], [each.stop for each in ranges]
     answers: list[Any] = files.cat_ranges(paths, starts, stops, on_error="return", **at_once)
     return answers

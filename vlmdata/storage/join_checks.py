@@ -60,12 +60,21 @@ def require_whole(store: Store, manifest: Manifest, again: str = "join") -> None
 
 
 def _shard_problems(store: Store, manifest: Manifest) -> Iterator[str]:
-    sizes = store.listing()
+    sizes = shard_sizes(store, manifest)
     for info in manifest.shards:
         if (size := sizes.get(info.name)) is None:
             yield f"{info.name} is missing"
         elif size != info.bytes:
             yield f"{info.name} has {size} bytes, but the manifest says {info.bytes}"
+
+
+def shard_sizes(store: Store, manifest: Manifest) -> Mapping[str, int | None]:
+    """Returns the bytes of the files in the folders with shards, by names as in the manifest.
+
+    A version shares shards of earlier ones, which are in other folders.
+    """
+    folders = {"", *(info.name[: info.name.rfind("/") + 1] for info in manifest.shards)}
+    return {f"{folder}{name}": size for folder in sorted(folders) for name, size in store.listing(folder).items()}
 
 
 def require_alike(first: Input, other: Input) -> None:

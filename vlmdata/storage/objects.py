@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vlmdata.errors import ResourceError, UsageError
-from vlmdata.locations import file_system
+from vlmdata.locations import file_system, within
 from vlmdata.storage.base import Lock, Store
 from vlmdata.storage.lease import StoreLease
 from vlmdata.storage.upload import Upload, told
@@ -64,7 +64,7 @@ class Objects(Store):
 
     def path(self, name: str) -> str:
         """URL of an object."""
-        return f"{self.url}/{name}"
+        return within(self.url, name)
 
     def below(self, folder: str) -> Objects:
         """Returns the store of a folder in this one."""
@@ -255,7 +255,8 @@ class Objects(Store):
 
     def _path(self, name: str) -> str:
         """Returns the path of a name in the file system."""
-        return "/".join(part for part in (file_system(self.url)[1].rstrip("/"), name) if part)
+        root = file_system(self.url)[1].rstrip("/")
+        return within(root, name) if root else name
 
     @contextmanager
     def _at(self, name: str, what: str) -> Iterator[tuple[Any, str]]:

@@ -24,23 +24,28 @@ from vlmdata.storage.choices import DEFAULT_CACHE_BYTES, Fetch
 from vlmdata.storage.download import RemoteRanges, download
 from vlmdata.storage.objects import ATOMIC
 from vlmdata.storage.shards import DatasetShards, LocalShards, ShardSource
+from vlmdata.storage.versions import place_of_version, split_version
 
 
-def open_dataset(location: str | PathLike[str]) -> VlmDataset:
+def open_dataset(location: str | PathLike[str], *, version: int | None = None) -> VlmDataset:
     """Opens a dataset for random access.
 
     Args:
         location: The folder that ``vlmdata preprocess --out`` wrote, or an fsspec URL of it (``s3://…``). Shards of a
-            URL are downloaded into the cache (``$VLMDATA_CACHE``) on first access.
+            URL are downloaded into the cache (``$VLMDATA_CACHE``) on first access. ``DIR@2`` names a version.
+        version: Number of the version; None opens the newest, unless the location names one.
 
     Returns:
         The dataset; ``dataset[i]`` is a :class:`Sample`, ``dataset.index`` its columns.
 
     Raises:
         DatasetFormatError: If the location is not a finished vlmdata dataset, or needs a newer reader.
+        UsageError: If it has no such version.
     """
-    place = place_of(location)
-    return open_remote(place) if is_url(place) else VlmDataset(place)
+    if is_url(place_of(location)):
+        return open_remote(place_of(location), version)
+    files = place_of_version(location, version)
+    return VlmDataset(files, name=_shown(location, version, files))
 
 
 def open_for_loading(
@@ -54,15 +59,30 @@ def open_for_loading(
         DatasetFormatError: If the dataset is missing or unfinished.
         ResourceError: If the cache cannot be written.
     """
-    name = place_of(location)
+    files = place_of_version(location)
+    return _opened(_shown(location, None, files), files, cache_dir, cache_bytes)
+
+
+def _opened(name: str, files: str, cache_dir: Path | None, cache_bytes: int) -> tuple[VlmDataset, DatasetShards]:
     source: ShardSource
     if is_url(name):
-        source = RemoteShards(name, cache_folder(cache_dir), cache_bytes)
-        tables = fetch_tables(name, source.folder, partial(_download, name))
+        source = RemoteShards(files, cache_folder(cache_dir), cache_bytes)
+        tables = fetch_tables(name, source.folder, partial(_download, files))
         dataset = VlmDataset(tables, name=name, open_shard=source.open, open_sound=source.open_sound)
     else:
-        source, dataset = LocalShards(Path(name)), VlmDataset(name)
+        source, dataset = LocalShards(Path(files)), VlmDataset(files, name=name)
     return dataset, DatasetShards.of(name, dataset.manifest, source)
+
+
+def _shown(location: str | PathLike[str], version: int | None, files: str) -> str:
+    """Returns the name of a dataset: as the user gave it, or the folder of the version that was meant.
+
+    Given again, the name of a version means the same version, also when there is a newer one.
+    """
+    place = split_version(location)[0]
+    if files != place:
+        return files
+    return place_of(location) if version is None else f"{place}@{version}"
 
 
 def fetched_as_chosen(
@@ -87,20 +107,21 @@ def fetched_as_chosen(
 
 
 def shards_of(location: str | PathLike[str], manifest: Manifest) -> DatasetShards:
-    """Returns the shards of a dataset, remote ones read through the default cache."""
+    """Returns the shards of a dataset whose files are there, remote ones read through the default cache."""
     name = place_of(location)
     source = RemoteShards(name, cache_folder(), DEFAULT_CACHE_BYTES) if is_url(name) else LocalShards(Path(name))
     return DatasetShards.of(name, manifest, source)
 
 
-def open_remote(url: str) -> VlmDataset:
+def open_remote(location: str, version: int | None = None) -> VlmDataset:
     """Opens a dataset at a URL for random access. Downloads shards on first access, all other files now.
 
     Raises:
         DatasetFormatError: If the dataset is missing or unfinished, or a file does not match the manifest.
         ResourceError: If the cache cannot be written.
     """
-    dataset, _ = open_for_loading(url, None, DEFAULT_CACHE_BYTES)
+    url = place_of_version(location, version)
+    dataset, _ = _opened(_shown(location, version, url), url, None, DEFAULT_CACHE_BYTES)
     manifest, directory = dataset.manifest, dataset.directory
     wanted: dict[str, str | None] = {**manifest.small_files}
     del wanted[INDEX_NAME]  # which is there

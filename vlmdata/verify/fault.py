@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import STRAY
+from vlmdata.locations import within
 
 #: Faults after which ``vlmdata preprocess`` recreates a shard by itself; it checks only sizes.
 _NOTICED = frozenset({"missing", "size"})
@@ -28,7 +29,9 @@ class Fault:
         return f"{where}: {self.check}: {self.message}"
 
 
-def remedies(directory: str, faults: Iterable[Fault], joined: bool = False, selected: bool = False) -> list[str]:
+def remedies(
+    directory: str, faults: Iterable[Fault], joined: bool = False, selected: bool = False, version: bool = False
+) -> list[str]:
     """Returns the repair steps of a dataset in order, one or two sentences each; empty without faults.
 
     Args:
@@ -36,12 +39,15 @@ def remedies(directory: str, faults: Iterable[Fault], joined: bool = False, sele
         faults: All faults of the audit.
         joined: Whether ``vlmdata join`` made the dataset. Then no source is known that could make its shards again.
         selected: The same of ``vlmdata select``.
+        version: Whether it is a version after the first, whose files are not made again.
     """
     checks: dict[str, set[str]] = {}
     for fault in faults:
         checks.setdefault(fault.file, set()).add(fault.check)
     if joined or selected:
         return list(_steps_of_linked(directory, checks, selected))
+    if version:
+        return list(_steps_of_version(directory, checks))
     return list(_steps(directory, checks))
 
 
@@ -58,6 +64,18 @@ def _steps_of_linked(directory: str, checks: dict[str, set[str]], selected: bool
         yield (
             "This dataset was joined, and its shards may be hard links to those of the joined datasets. Repair these "
             f"datasets first (`vlmdata verify` shows how), then remove {directory} and join them again."
+        )
+
+
+def _steps_of_version(directory: str, checks: dict[str, set[str]]) -> Iterator[str]:
+    strays = [name for name, found in checks.items() if STRAY in found]
+    if strays:
+        yield f"Remove {first_names([f'{directory}/{name}' for name in strays])}."
+    if len(strays) < len(checks):
+        yield (
+            "Files of a version after the first are not made again. Restore these from a copy: "
+            f"{first_names([within(directory, name) for name in checks if name not in strays])}. Or recreate the "
+            "dataset: run its `vlmdata preprocess` command with --overwrite, which removes all versions."
         )
 
 

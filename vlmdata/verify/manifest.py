@@ -22,10 +22,13 @@ from vlmdata.format.schema import (
     JOINED,
     MANIFEST_NAME,
     PROGRESS_DIR,
+    ROWS_NAME,
     SELECTED,
     TOKENIZER_DIR,
+    VERSIONS_DIR,
+    VERSIONS_NAME,
 )
-from vlmdata.format.selection import SELECTION, origin, row_offsets
+from vlmdata.format.selection import SELECTION, is_version, origin, row_offsets
 from vlmdata.format.tokenizer_files import (
     CONFIG_FILE,
     STRAY,
@@ -134,7 +137,7 @@ def _source(name: str, source: Mapping[str, Any], shards: Sequence[ShardInfo], o
         return
     if source.get("kind") != JOINED:
         for shard in shards:
-            if shard.unselected:
+            if shard.unselected and not is_version(source):
                 yield "source", f"{shard.name}: {shard.unselected} unselected, but {name} is no selection"
             if shard.row_offset != offset:
                 yield "source", f"{shard.name}: row_offset is {shard.row_offset}, but {name} says {offset}"
@@ -258,7 +261,7 @@ def stray_files(names: Iterable[str], manifest: Manifest) -> Iterator[Fault]:
 
 def foreign_files(names: Iterable[str], manifest: Manifest) -> tuple[str, ...]:
     """Returns the files and folders that are no part of the dataset and harm none of its readers, sorted."""
-    own = {MANIFEST_NAME, *manifest.small_files, TOKENIZER_DIR, PROGRESS_DIR}
+    own = {MANIFEST_NAME, *manifest.small_files, ROWS_NAME, TOKENIZER_DIR, PROGRESS_DIR, VERSIONS_NAME, VERSIONS_DIR}
     own |= {shard.name for shard in manifest.shards}
     own |= {f"{_IN_TOKENIZER}{name}" for name in tokenizer_file_names(manifest)}
     names = list(names)

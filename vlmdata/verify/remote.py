@@ -14,7 +14,7 @@ from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import STRAY, tokenizer_file_names
-from vlmdata.locations import file_system, is_url, place_of
+from vlmdata.locations import file_system, is_url, place_of, within
 from vlmdata.storage.cache import cache_folder
 from vlmdata.storage.download import download
 from vlmdata.storage.objects import ATOMIC
@@ -55,7 +55,7 @@ class FetchedShards:
             DatasetFormatError: If the download fails.
         """
         with NamedTemporaryFile(dir=self.folder) as file:
-            download(f"{self.url}/{info.name}", Path(file.name), None)
+            download(within(self.url, info.name), Path(file.name), None)
             return os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -92,10 +92,12 @@ def named(audit: Audit, directory: Path, place: str) -> Audit:
     return replace(audit, faults=faults)
 
 
-def remedies_at(url: str, faults: Iterable[Fault], joined: bool = False, selected: bool = False) -> list[str]:
+def remedies_at(
+    url: str, faults: Iterable[Fault], joined: bool = False, selected: bool = False, version: bool = False
+) -> list[str]:
     """Returns how to repair a dataset at a URL: as in a folder where preprocess can write, else by a new copy."""
     if url.partition("://")[0].lower() in ATOMIC:
-        return remedies(url, faults, joined, selected)
+        return remedies(url, faults, joined, selected, version)
     found = list(faults)
     strays = [fault for fault in found if fault.check == STRAY]
     copied = f"Copy the dataset to {url} again, from a copy without faults in `vlmdata verify`."

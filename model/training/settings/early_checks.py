@@ -16,6 +16,7 @@ from model.training.settings.model_settings import in_the_runs_words, settings_o
 from vlmdata.families import family
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import JOINED
+from vlmdata.storage.versions import place_of_version
 
 
 def check_early(config: TrainConfig) -> None:
@@ -39,7 +40,7 @@ def check_early(config: TrainConfig) -> None:
         return
     for path in (*config.data.paths, *config.data.eval_paths):
         if "://" not in path:
-            manifest = Manifest.read(Path(path))
+            manifest = Manifest.read(Path(place_of_version(path)))
             if architecture is not None:
                 require_data_family(architecture, manifest, path)
 

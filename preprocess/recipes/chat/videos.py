@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from preprocess.conversation import VideoPart
+from preprocess.conversation import VideoPart, timestamps_fault
 from preprocess.recipes.chat.column import ColumnKind, FileColumn
 from preprocess.recipes.chat.images import BOUND_KEYS
 from preprocess.recipes.file_kinds import VIDEOS
@@ -34,11 +34,13 @@ _COUNTS: Mapping[str, str] = {
 }
 _SECONDS: Mapping[str, str] = {"video_start": "start", "video_end": "end"}
 _RATES = ("fps", "sample_fps")
-#: Keys that choose frames of a file. A list of frames is used as it is.
+#: When each frame of a list is shown, as in molmo_utils. qwen_vl_utils has no such key.
+_TIMES = "timestamps"
+#: Keys that choose frames of a file, or of a list with timestamps. A list with a rate is used as it is.
 _CHOOSING = ("nframes", "min_frames", "max_frames", *_SECONDS)
 #: Keys of qwen_vl_utils that would resize to another size than transformers' processors.
 _UNSUPPORTED = ("resized_height", "resized_width")
-_OPTIONS = (*_RATES, *_COUNTS, *_SECONDS, *_UNSUPPORTED)
+_OPTIONS = (*_RATES, _TIMES, *_COUNTS, *_SECONDS, *_UNSUPPORTED)
 ITEM_KEYS = frozenset({"type", "index", *VIDEO_COLUMN.sources, *_OPTIONS})
 _FILE_KEYS = frozenset({"url", "bytes", "path", "video", *_OPTIONS})
 #: ``raw_fps`` is the rate of the file that frames were taken from; their times follow from ``sample_fps``.
@@ -125,34 +127,60 @@ class RowVideos:
         data = self._media.load(file, field, VIDEOS)
         if "sample_fps" in options:
             raise _refused(field, "sample_fps", options, "the rate of a list of frames; a file is sampled at fps")
-        if {"fps", "nframes"} <= options.keys():
-            raise _refused(field, "nframes", options, "given with fps; keep one of them")
+        if _TIMES in options:
+            raise _refused(field, _TIMES, options, "for a list of frames; a file has its own")
         return VideoPart(data, place_with_file(file, field), **_numbers(options, field))
 
     def _of_frames(self, files: Any, field: str, options: Mapping[str, Any]) -> VideoPart:
+        """Loads the frames of a list, whose times are given by a rate or one by one."""
         if not files:
             raise RowRejected(Reason.EMPTY_VIDEO, f"{field}: a list of frames without any")
-        for key in _CHOOSING:
-            if key in options:
-                raise _refused(field, key, options, "for files only; all frames of a list are used")
-        rates = [key for key in _RATES if key in options]
-        if not rates:
-            raise RowRejected(
-                Reason.VIDEO_FRAMES,
-                f"{field}: a list of frames without their rate, so their times are unknown; write sample_fps beside it",
-            )
-        if options[rates[0]] != options[rates[-1]]:
-            raise _refused(field, "sample_fps", options, f"not fps {excerpt(options['fps'])}; keep one of them")
-        given = _numbers({key: value for key, value in options.items() if key not in _RATES}, field)
-        rate = _number(rates[0], options[rates[0]], field)
+        times = _times(options, len(files), field)
+        rate = None if times else _rate(options, field)
+        given = _numbers({key: value for key, value in options.items() if times or key not in _RATES}, field)
         frames = tuple(self._media.load(each, f"{field}[{number}]") for number, each in enumerate(files))
-        return VideoPart(frames, field, rate, **given)
+        return VideoPart(frames, field, rate, timestamps=times, **given)
+
+
+def _times(options: Mapping[str, Any], frames: int, where: str) -> tuple[float, ...] | None:
+    """Returns when each frame of a list is shown, if the data tells it."""
+    if _TIMES not in options:
+        return None
+    times = options[_TIMES]
+    if not isinstance(times, list | tuple):
+        raise _refused(where, _TIMES, options, "it must be a list of seconds, one per frame")
+    if fault := timestamps_fault(times, frames):
+        raise RowRejected(Reason.VIDEO_FRAMES, f"{where}.{_TIMES}{fault}")
+    if "sample_fps" in options:
+        raise _refused(where, "sample_fps", options, f"given with {_TIMES}; keep one of them")
+    return tuple(float(time) for time in times)
+
+
+def _rate(options: Mapping[str, Any], where: str) -> float:
+    """Returns the rate of a list of frames without timestamps."""
+    for key in _CHOOSING:
+        if key in options:
+            raise _refused(where, key, options, f"for files and lists with {_TIMES}; all frames of this list are used")
+    rates = [key for key in _RATES if key in options]
+    if not rates:
+        raise RowRejected(
+            Reason.VIDEO_FRAMES,
+            f"{where}: a list of frames without their rate, so their times are unknown; write sample_fps or {_TIMES} "
+            "beside it",
+        )
+    if options[rates[0]] != options[rates[-1]]:
+        raise _refused(where, "sample_fps", options, f"not fps {excerpt(options['fps'])}; keep one of them")
+    return _number(rates[0], options[rates[0]], where)
 
 
 def _numbers(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the attributes of a :class:`VideoPart` that the data requests."""
     found: dict[str, Any] = {}
+    if {"fps", "nframes"} <= options.keys():
+        raise _refused(where, "nframes", options, "given with fps; keep one of them")
     for key, value in options.items():
+        if key == _TIMES:
+            continue
         if key in _UNSUPPORTED:
             raise RowRejected(
                 Reason.UNSUPPORTED_CONTENT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -104,3 +105,13 @@ def clip(
             out.mux(track.encode())
         out.close()
         return Path(file.name).read_bytes()
+
+
+def without_frames() -> bytes:
+    """A file with a header alone."""
+    file = BytesIO()
+    with av.open(file, "w", format="avi") as out:
+        stream = out.add_stream("mjpeg", rate=30)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+        out.start_encoding()
+    return file.getvalue()

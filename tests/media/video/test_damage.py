@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.media.video.clips import clip, number_of, picture
+from tests.media.video.clips import clip, number_of, picture, without_frames
 from tests.media.video.test_frames import sampled
 from vlmdata.media.error import MediaError
 from vlmdata.media.video import read_contents, sample_video
@@ -120,12 +120,7 @@ def test_a_header_that_overstates_the_frames_is_not_trusted() -> None:
 
 
 def test_a_file_without_frames() -> None:
-    file = BytesIO()
-    with av.open(file, "w", format="avi") as out:
-        stream = out.add_stream("mjpeg", rate=30)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
-        out.start_encoding()
-    error = refusal(file.getvalue())
+    error = refusal(without_frames())
     assert error.reason is Reason.EMPTY_VIDEO
     assert error.message.endswith("avi with mjpeg has no frames")
 

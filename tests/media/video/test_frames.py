@@ -19,6 +19,7 @@ from vlmdata.media.versions import video_versions
 from vlmdata.media.video import SampledVideo, read_contents, sample_video
 from vlmdata.media.video import decode as decoding
 from vlmdata.media.video.container import VideoLimits, VideoSource
+from vlmdata.media.video.picture import Pictures
 
 
 def sampled(source: VideoSource, indices: list[int], **limits: int) -> tuple[SampledVideo, list[np.ndarray]]:
@@ -191,6 +192,111 @@ def test_a_long_file_is_decoded_only_near_the_frames(monkeypatch: pytest.MonkeyP
         indices = [3, 700, 701, 1500, 2999]
         assert [number_of(pixels) for pixels in sampled(data, indices)[1]] == [index % 256 for index in indices]
         assert decoded < 5 * 30
+
+
+def cut(data: bytes, first: int, container: str) -> bytes:
+    """Copies the packets of a file from a number on, as cutting without encoding does."""
+    out = BytesIO()
+    with av.open(BytesIO(data)) as source, av.open(out, "w", format=container) as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(packet for packet in source.demux(video=0) if packet.size):
+            if number >= first:
+                packet.stream = stream
+                target.mux(packet)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("container", ["matroska", "mp4"])
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [
+        ("libx264", {"g": "12", "x264-params": "open-gop=1"}),
+        ("libx265", {"x265-params": "log-level=none:keyint=12:min-keyint=12:open-gop=1:bframes=3"}),
+        ("mpeg2video", {"g": "12"}),
+    ],
+)
+def test_a_file_cut_between_key_frames_begins_at_the_next_one(
+    codec: str, options: dict[str, str], container: str
+) -> None:
+    whole = clip(codec, 60, 30, options=options)
+    _, frames = sampled(whole, list(range(60)))
+    for first in (5, 12, 24):
+        data = cut(whole, first, container)
+        contents = read_contents(data)
+        count = len(contents)
+        made, left = sampled(data, list(range(count)))
+        assert made.seconds[0] == 0
+        assert [number_of(pixels) for pixels in left] == list(range(60 - count, 60))
+        assert all(np.array_equal(one, other) for one, other in zip(left, frames[-count:], strict=True))
+        assert 60 - 12 - first - 4 < count <= 60 - first
+        with av.open(BytesIO(data)) as file:
+            packets = sum(packet.size > 0 for packet in file.demux(video=0))
+        assert len(contents.leading) == packets - count
+
+
+def test_times_of_decoding_are_no_times_of_presentation() -> None:
+    """B frames in a file whose writer knew none, as that of opencv-doc's box.mp4, which also has a unit of no type."""
+    data, out = clip("libx264", 40, 25, options={"g": "12", "bf": "3"}), BytesIO()
+    with av.open(BytesIO(data)) as source, av.open(out, "w", format="mp4") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(packet for packet in source.demux(video=0) if packet.size):
+            packet.stream, packet.time_base = stream, Fraction(1, 25)
+            packet.pts = packet.dts = number
+            target.mux(packet)
+    contents = read_contents(out.getvalue())
+    assert (len(contents), contents.rate) == (40, 25)
+    made, frames = sampled(out.getvalue(), [0, 7, 8, 39])
+    assert [number_of(pixels) for pixels in frames] == [0, 7, 8, 39]
+    assert made.seconds.tolist() == [0, 0.28, 0.32, 1.56]
+
+
+def test_a_unit_that_is_no_picture_is_no_damage() -> None:
+    data = bytearray(clip("libx264", 20, options={"g": "5"}, frames=[picture(n) for n in range(20)]))
+    before = sampled(bytes(data), list(range(20)))[1]
+    at = data.index(b"x264 - core") - 24
+    at = data.index(b"\x06\x05", at)  # the message with the encoder's options
+    data[at] = 0x05
+    after = sampled(bytes(data), list(range(20)))[1]
+    assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_frames_to_which_no_other_refers_are_decoded_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, decoded = clip("libx264", 60, options={"g": "60", "bf": "3", "sc_threshold": "0"}), 0
+    real = decoding._Skipping.__iter__
+
+    def counting(self: decoding._Skipping) -> object:
+        nonlocal decoded
+        for frame in real(self):
+            decoded += 1
+            yield frame
+
+    monkeypatch.setattr(decoding._Skipping, "__iter__", counting)
+    wanted = [0, 1, 2, 31, 59]
+    frames = sampled(data, wanted)[1]
+    assert decoded < 50
+    whole = sampled(data, list(range(60)))[1]
+    assert all(np.array_equal(frame, whole[number]) for frame, number in zip(frames, wanted, strict=True))
+
+
+def test_packets_of_codecs_without_b_frames_are_not_decoded_to_be_counted() -> None:
+    contents = read_contents(file_of("mjpeg"))
+    assert contents.container == "avi"
+    assert contents.starts is not None
+    assert contents.shown_at(np.arange(40)).tolist() == list(range(40))
+    assert read_contents(file_of("mpeg4")).starts is None
+
+
+@pytest.mark.parametrize("pixels", ["yuv420p", "yuvj422p", "yuv444p10le", "nv12", "gray"])
+def test_colours_by_way_of_planes_are_those_of_direct_conversion(pixels: str) -> None:
+    random, frame = np.random.default_rng(0), av.VideoFrame(66, 50, pixels)
+    for plane in frame.planes:
+        values = random.integers(0, 256, plane.buffer_size, np.uint8)
+        if pixels.endswith("10le"):
+            values.view("<u2")[:] &= 1023
+        plane.update(values.tobytes())
+    made, direct = Pictures("video"), Pictures("video")
+    wanted = direct._converted(direct._reformatter, frame, "rgb24").to_ndarray()
+    assert np.array_equal(made.rgb(frame), wanted)
 
 
 def test_sound_is_not_needed_and_not_in_the_way() -> None:

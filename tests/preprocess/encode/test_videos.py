@@ -208,6 +208,47 @@ def test_frames_of_a_video_in_the_data_are_all_used() -> None:
         encoder("qwen3_5").encode(talk(VideoPart(mixed, rate=2.0)))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_frames_with_timestamps_equal_transformers_at_these_times(name: str) -> None:
+    """A second as the unit of frames, so that the processor's indices are the times."""
+    files, times = tuple(encoded_image(64, 48, seed=n) for n in range(5)), (1.25, 2.0, 7.5, 7.75, 30.0)
+    conversation = talk(VideoPart(files, timestamps=times))
+    frames = np.stack([decode_image(file, 1 << 20).pixels for file in files])
+    text = processor(name).apply_chat_template(
+        [{"role": "user", "content": [{"type": "video"}]}, {"role": "assistant", "content": "Yes."}], tokenize=False
+    )
+    mean = 4 / (times[-1] - times[0])  # all that the processor of qwen2_5_vl knows of times
+    known = {"fps": mean} if name == "qwen2_5_vl" else {"fps": 1.0, "frames_indices": list(times)}
+    facts = {"total_num_frames": 5, "frames_indices": list(range(5))} | known
+    wanted = processor(name)(
+        text=[text], videos=[frames], video_metadata=[facts], do_sample_frames=False, return_tensors="pt"
+    )
+    sample = encoder(name).encode(conversation)
+    assert_equal(sample, wanted, name)
+    assert sample.items[0].origin["seconds"] == list(times)
+    assert sample.items[0].origin["patch_seconds"] == [1.625, 7.625, 30.0]
+
+
+def test_frames_with_timestamps_are_sampled_by_them_if_asked() -> None:
+    files = tuple(encoded_image(64, 48, seed=n) for n in range(8))
+    even = VideoPart(files, timestamps=tuple(3 + n / 4 for n in range(8)))
+    late = VideoPart(files, timestamps=(0.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 14.0))
+
+    def used(part: VideoPart, **asked: Any) -> list[int]:
+        (item,) = encoder("qwen3_5").encode(talk(dataclasses.replace(part, **asked))).items
+        assert part.timestamps is not None
+        assert item.origin["seconds"] == [part.timestamps[number] for number in item.origin["frames"]]
+        return list(item.origin["frames"])
+
+    assert used(even) == used(even, fps=4.0) == list(range(8))
+    assert used(even, fps=2.0) == used(even, num_frames=4) == [0, 2, 5, 7]
+    assert used(even, start=3.5, end=4.25) == [2, 3, 4, 5]
+    assert used(even, start=4.7) == [7, 7]
+    assert used(late, num_frames=4) == [0, 5, 6, 7]  # at 0, 4, 10 and 14 s, up to a second early
+    with pytest.raises(RowRejected, match=r"video_frames: video: no frame from video_start 5 s to video_end the end; "):
+        used(even, start=5.0)
+
+
 def test_a_video_of_one_frame() -> None:
     (item,) = encoder("qwen3_5").encode(talk(VideoPart(clip("libx264", 1)))).items
     assert item.grid[0] == 1

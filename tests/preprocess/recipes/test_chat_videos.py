@@ -93,6 +93,15 @@ def test_a_list_of_frames(root: Path) -> None:
     assert videos(row)[0].rate == 2.0
 
 
+def test_a_list_of_frames_with_their_times(root: Path) -> None:
+    part = video({"type": "video", "video": ["f0.jpg", "f1.jpg"], "timestamps": [0, 2.5]}, root)
+    assert (part.data, part.rate, part.timestamps, part.fps) == ((b"f0.jpg", b"f1.jpg"), None, (0.0, 2.5), None)
+    row = {"messages": user("<video>"), "videos": [{"video": [b"f0", b"f1"], "timestamps": [3, 4], "fps": 1}]}
+    assert (videos(row)[0].timestamps, videos(row)[0].fps) == ((3.0, 4.0), 1.0)
+    part = video({"video": [b"f0", b"f1"], "timestamps": [3, 4], "nframes": 4, "video_start": 3.5, "sample_fps": None})
+    assert (part.num_frames, part.start) == (4, 3.5)
+
+
 @pytest.mark.parametrize(
     ("item", "reason", "message"),
     [
@@ -105,9 +114,21 @@ def test_a_list_of_frames(root: Path) -> None:
         ({"video": b"a", "fps": 1, "nframes": 4}, FRAMES, "nframes is 4; given with fps; keep one of them"),
         ({"video": b"a", "sample_fps": 1}, FRAMES, "sample_fps is 1; the rate of a list of frames"),
         ({"video": b"a", "resized_height": 64}, CONTENT, "resized_height is 64; a video is resized within min_pixels"),
-        ({"video": [b"a"]}, FRAMES, "a list of frames without their rate, .*; write sample_fps beside it"),
+        ({"video": [b"a"]}, FRAMES, "a list of frames without their rate, .*; write sample_fps or timestamps beside"),
         ({"video": [b"a"], "fps": 1, "sample_fps": 2}, FRAMES, "sample_fps is 2; not fps 1; keep one of them"),
-        ({"video": [b"a"], "fps": 1, "nframes": 2}, FRAMES, "nframes is 2; for files only; all frames of a list are"),
+        ({"video": [b"a"], "fps": 1, "nframes": 2}, FRAMES, "nframes is 2; for files and lists with timestamps; all f"),
+        ({"video": [b"a", b"b"], "timestamps": [0]}, FRAMES, "timestamps has 1 time for 2 frames; write one per frame"),
+        ({"video": [b"a", b"b"], "timestamps": [1, 1]}, FRAMES, r"timestamps\[1\] is 1, not after 1 before it; write"),
+        (
+            {"video": [b"a"], "timestamps": [-1]},
+            FRAMES,
+            r"timestamps\[0\] is -1; it must be a number of sec",
+        ),
+        ({"video": [b"a"], "timestamps": ["1"]}, FRAMES, r"timestamps\[0\] is '1'; it must be a number of seconds"),
+        ({"video": [b"a"], "timestamps": 1}, FRAMES, "timestamps is 1; it must be a list of seconds, one per frame"),
+        ({"video": b"a", "timestamps": [1]}, FRAMES, r"timestamps is \[1\]; for a list of frames; a file has its own"),
+        ({"video": [b"a"], "timestamps": [1], "sample_fps": 1}, FRAMES, "sample_fps is 1; given with timestamps; keep"),
+        ({"video": [b"a"], "timestamps": [1], "fps": 1, "nframes": 4}, FRAMES, "nframes is 4; given with fps"),
         ({"video": []}, Reason.EMPTY_VIDEO, "a list of frames without any"),
         ({"type": "video", "video": ""}, Reason.MISSING_VIDEO, "not a video: $"),
         ({"video": "a.mp4"}, Reason.VIDEO_PATH, "a.mp4 is a path; set --image-root to its base folder"),

@@ -176,22 +176,22 @@ class TestAFinishedDataset:
         assert preprocess(source, tmp_path / "out").made == 0
         assert preprocess(source, tmp_path / "out", hash_source=True).made == 0
 
-    def test_of_changed_files_is_refused_with_the_shards(self, tmp_path, source):
+    def test_of_changed_files_makes_their_rows_for_a_new_version(self, tmp_path, source):
         preprocess(source, tmp_path / "out")
         before = tree_bytes(tmp_path / "out")
         repaint(source, 0)
         (source.parent / "images" / "5.png").write_bytes(encoded_image())
-        with pytest.raises(ConfigMismatchError) as error:
-            preprocess(source, tmp_path / "out")
-        assert str(error.value).splitlines() == [
-            f"{tmp_path / 'out'}: contains a finished dataset, but image files in {source.parent / 'images'} have "
-            "changed:",
-            "  shard-000000.tar: 0.png",
-            "  shard-000002.tar: 5.png",
-            "Restore them, give another --out, or use --overwrite to recreate the dataset.",
+        result = preprocess(source, tmp_path / "out")
+        assert result.version.changes == {"kept": 6, "made": 2, "removed": 2}
+        now = tree_bytes(tmp_path / "out")
+        assert {name: now[name] for name in before} == before
+        recorded = pq.read_table(tmp_path / "out" / "versions" / "2" / "image_files.parquet").to_pylist()
+        assert [(row["shard"], row["path"]) for row in recorded] == [
+            *((0, "1.png"), (1, "2.png"), (1, "3.png"), (2, "4.png"), (3, "6.png"), (3, "7.png")),
+            *((4, "0.png"), (4, "5.png")),
         ]
-        assert tree_bytes(tmp_path / "out") == before
-        assert preprocess(source, tmp_path / "out", overwrite=True).made == 4
+        assert preprocess(source, tmp_path / "out").version is None
+        assert preprocess(source, tmp_path / "out", hash_source=True).version is None
 
     def test_lists_the_files_it_was_made_of(self, tmp_path, source):
         manifest = preprocess(source, tmp_path / "out").manifest

@@ -15,7 +15,7 @@ from preprocess.shards.fingerprints import identity_changes
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import cord_row, write_cord_parquet
 from tests.preprocess.extend_pages import write_named_file
-from tests.preprocess.run.runs import begin, config, preprocess
+from tests.preprocess.run.runs import StopRun, begin, config, preprocess, stopping
 from vlmdata import families
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.manifest import Manifest, canonical_hash
@@ -116,16 +116,15 @@ def chats(path: Path, number: int) -> Path:
 
 
 class TestRemedies:
-    def test_added_rows_are_a_dataset_of_their_own(self, tmp_path: Path) -> None:
+    def test_an_unfinished_run_takes_no_other_rows(self, tmp_path: Path) -> None:
         source = chats(tmp_path / "rows.jsonl", 12)
-        preprocess(source, tmp_path / "out", config=config(recipe="chat"))
+        with pytest.raises(StopRun):
+            preprocess(source, tmp_path / "out", config=config(recipe="chat"), watcher=stopping(1))
         chats(source, 14)
         with pytest.raises(ConfigMismatchError) as caught:
             preprocess(source, tmp_path / "out", config=config(recipe="chat"))
         message = str(caught.value)
-        assert (
-            "make a second one of the new rows alone: a loader reads a list of datasets, and `vlmdata join`" in message
-        )
+        assert "a finished dataset takes added, changed and removed rows of its source as a new version" in message
         assert "Restore the source to continue it" in message
         assert "--hash-source" not in message
         assert "options" not in message

@@ -83,6 +83,7 @@ class TestResult:
             "index.parquet",
             "manifest.json",
             "rejected.jsonl",
+            "rows.parquet",
             "tokenizer",
         }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,30 @@ import pytest
 
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image
-from tests.media.video.clips import clip
+from tests.media.video.clips import clip, without_frames
+from tests.media.video.test_frames import cut
 from tests.preprocess.command_line import SMALL_IMAGES
-from vlmdata import open_dataset
+from vlmdata import StreamingLoader, open_dataset
 from vlmdata.cli.main import main
 from vlmdata.format.schema import LEDGER_NAME
+from vlmdata.inspect.sample import describe_sample
 from vlmdata.verify.dataset import verify_dataset
 
 ITEM = "messages[0].content[0]"
+#: Files that are used, and what their metadata has of them.
+KEPT: dict[str, dict[str, Any]] = {
+    "one.mp4": {"file_frames": 1, "frames": [0, 0]},
+    "short.webm": {"file_frames": 7, "codec": "vp9", "rate": 30.0},
+    "uneven.mkv": {"file_frames": 5, "frames": [0, 1, 1, 1, 1], "seconds": [0.0, 0.5, 0.5, 0.5, 0.5]},
+    "turned.mp4": {"width": 128, "height": 32},
+    "interlaced.mp4": {"interlaced": True},
+    "hdr.mp4": {"pixels": "yuv420p10le", "hdr": "pq"},
+    "odd.mkv": {"width": 65, "height": 49},
+    "sound.mkv": {"file_frames": 10},
+    "overstated.avi": {"file_frames": 40, "declared_frames": 400},
+    "cut.ts": {"file_frames": 48, "leading_frames": 7},
+    "animated.gif": {"codec": "gif", "file_frames": 8},
+}
 #: Row, its reason, and the start of its message. None for a row that is kept.
 ROWS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"type": "video", "video": "good.mp4"}, None, ""),
@@ -39,7 +58,40 @@ ROWS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"video": ["a.png", "a.png", "a.png"], "fps": 2}, None, ""),
     ({"video": "wide.mp4"}, "aspect_ratio", f"{ITEM} (wide.mp4): 16384x32 pixels: aspect ratio 512.0, over 200"),
     ({"video": "long.mp4", "fps": 30}, "overlong", ""),
+    ({"video": ["a.png", "a.png"], "timestamps": [1, 1]}, "video_frames", f"{ITEM}.timestamps[1] is 1, not after 1"),
+    ({"video": "none.avi"}, "empty_video", f"{ITEM} (none.avi): avi with mjpeg has no frames"),
+    ({"video": "zeros.mp4"}, "damaged_video", f"{ITEM} (zeros.mp4): frame 5"),
+    ({"video": "bent.mp4"}, "unsupported_video", f"{ITEM} (bent.mp4): the file asks to turn its frames by "),
+    ({"video": "huge.mp4"}, "video_too_large", f"{ITEM}: huge.mp4 has 2147483649 bytes, over 2147483648; cut it into"),
+    *(({"video": name}, None, "") for name in KEPT),
+    ({"video": "data:video/mp4;base64,{good}"}, None, ""),
+    ({"video": ["a.png", "a.png", "a.png"], "timestamps": [10, 10.5, 17.25]}, None, ""),
 ]
+
+
+def unusual(noise: list[np.ndarray]) -> dict[str, bytes]:
+    """The files of ``KEPT``, and damaged ones."""
+    zeros = bytearray(clip("libx264", 60, 10, frames=noise, options={"g": "10"}, muxer={"movflags": "faststart"}))
+    zeros[-len(zeros) // 8 :] = bytes(len(zeros) // 8)
+    overstated = clip("mjpeg", 40).replace(struct.pack("<I", 40), struct.pack("<I", 400))
+    stripes = np.zeros((48, 64, 3), np.uint8)
+    stripes[::2] = 255
+    return {
+        "zeros.mp4": bytes(zeros),
+        "none.avi": without_frames(),
+        "bent.mp4": clip("libx264", 2, rotation=30),
+        "one.mp4": clip("libx264", 1),
+        "short.webm": clip("libvpx-vp9", 7),
+        "uneven.mkv": clip("ffv1", 5, 10, times=[0, 5, 35, 36, 37], time_base=Fraction(1, 10), container="matroska"),
+        "turned.mp4": clip("libx264", 12, 6, (32, 128), rotation=90),
+        "interlaced.mp4": clip("libx264", 4, frames=[stripes] * 4, options={"x264-params": "interlaced=1"}),
+        "hdr.mp4": clip("libx265", 6, 6, pixels="yuv420p10le", context={"color_trc": 16}),
+        "odd.mkv": clip("ffv1", 8, 4, size=(49, 65), pixels="yuv420p", container="matroska"),
+        "sound.mkv": clip("libx264", 10, container="matroska", sound=True),
+        "overstated.avi": overstated,
+        "cut.ts": cut(clip("mpeg2video", 60, options={"g": "12"}), 5, "mpegts"),
+        "animated.gif": clip("gif", 8, 4),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +113,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "a.png": encoded_image(64, 48),
         "b.png": encoded_image(64, 32),
     }
+    files |= unusual(noise)
     for name, data in files.items():
         (folder / name).write_bytes(data)
+    with (folder / "huge.mp4").open("wb") as huge:
+        huge.truncate((2 << 30) + 1)  # takes no space
     answer = {"role": "assistant", "content": "Yes."}
-    chats = [{"messages": [{"role": "user", "content": [item, {"text": "So?"}]}, answer]} for item, _, _ in ROWS]
+    good = base64.b64encode(files["good.mp4"]).decode()
+    items = [item for item, _, _ in ROWS]
+    items = [{"video": each["video"].format(good=good)} if "{good}" in str(each) else each for each in items]
+    chats = [{"messages": [{"role": "user", "content": [item, {"text": "So?"}]}, answer]} for item in items]
     return write_jsonl(folder / "rows.jsonl", chats)
 
 
@@ -88,7 +146,23 @@ def test_each_reason_is_in_the_ledger(rows: Path, tmp_path: Path, monkeypatch: p
         assert row not in found or found[row]["message"].startswith(message), found[row]["message"]
     assert "--damaged-videos keep" in found[8]["message"]
     dataset = open_dataset(tmp_path / "out")
-    assert dataset.index.source_row.tolist() == [0, 14]
+    kept = [row for row, (_, reason, _) in enumerate(ROWS) if reason is None]
+    assert dataset.index.source_row.tolist() == kept
+    origins = {row: dataset.metadata(number)["images"][0] for number, row in enumerate(kept)}
+    for row, told in zip(kept[2:], KEPT.values(), strict=False):
+        assert {name: origins[row][name] for name in told} == told, ROWS[row][0]
+    turned = dataset[kept.index(ROWS.index(({"video": "turned.mp4"}, None, "")))]
+    _, height, width = turned.items[0].grid
+    assert height > width
+    same, timed = (origins[row] for row in kept[-2:])
+    assert same == origins[0]
+    assert timed["seconds"] == [10, 10.5, 17.25]
+    assert timed["patch_seconds"] == [10.25, 17.25]
+    with StreamingLoader([tmp_path / "out"], capacity=1 << 13, global_batch=1, num_workers=0) as loader:
+        assert sum(int(batch.num_samples) for batch in loader) == len(kept)
+    for number in range(len(kept)):
+        (video,) = describe_sample(dataset, number).images
+        assert video.frames
     assert dataset.manifest.source["image_files"]["missing"] == 2
     assert verify_dataset(tmp_path / "out").faults == []
 

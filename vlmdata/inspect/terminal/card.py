@@ -48,7 +48,10 @@ def _identity(card: DatasetCard) -> Table:
     recipe = f"recipe {options.get('recipe', '?')}, targets {targets}"
     pixels = f"{image.get('min_pixels', 0):,}–{image.get('max_pixels', 0):,} pixels per image" if image else ""
     kept = ", ".join(f"{name} ({kind})" for name, kind in card.source_columns.items())
+    changes = ", ".join(f"{count:,} {what}" for what, count in card.version.get("rows", {}).items())
+    version = [("version", str(card.version["number"]), f"rows: {changes}")] if card.version else []
     return facts(
+        *version,
         ("fingerprint", card.fingerprint[:_HASH_DIGITS], "of the whole content"),
         ("configuration", card.config_hash[:_HASH_DIGITS], data(f"{recipe}, {pixels}" if pixels else recipe)),
         ("source", data(card.source_name), ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from vlmdata.wording import counted
 
 if TYPE_CHECKING:
     from av.container.input import InputContainer
+    from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
 #: A video: its bytes, or the path of its file, which is then read in parts.
@@ -75,6 +76,21 @@ def opened(source: VideoSource, limits: VideoLimits, what: str) -> Iterator[tupl
         yield container, _video_stream(container, limits, what)
 
 
+def decoded(container: InputContainer, stream: VideoStream, left_out: Collection[int] = ()) -> Iterator[VideoFrame]:
+    """Yields the frames of a video stream, in the order in which they are shown.
+
+    Args:
+        container: The file, at its begin.
+        stream: The stream.
+        left_out: Numbers of packets with data that are not decoded.
+    """
+    packets = (packet for packet in container.demux(stream) if packet.size)
+    for number, packet in enumerate(packets):
+        if number not in left_out:
+            yield from stream.codec_context.decode(packet)
+    yield from stream.codec_context.decode(None)
+
+
 def _video_stream(container: InputContainer, limits: VideoLimits, what: str) -> VideoStream:
     import av
     from av.stream import Disposition
@@ -100,10 +116,12 @@ def _video_stream(container: InputContainer, limits: VideoLimits, what: str) -> 
             f"{limits.max_source_pixels} (--max-source-pixels)",
         )
     # One thread: workers decode one video each, and the same errors show every time. Without "explode", decoders invent
-    # pictures for damaged data; an HEVC decoder leaves them out.
+    # pictures for damaged data; an HEVC decoder leaves them out. That of H.264 flags such frames, so what it overlooks
+    # without a trace, such as units of other encoders that are no pictures, is no damage.
     # FFmpeg pads rows to a multiple of 64 pixels before it compares them with its own limit.
     padded = limits.max_source_pixels + 64 * codec.height
-    codec.options = {"err_detect": "explode", "max_pixels": str(padded)}
+    errors = {} if codec.codec.canonical_name == "h264" else {"err_detect": "explode"}
+    codec.options = {**errors, "max_pixels": str(padded)}
     codec.thread_count = 1
     return stream
 

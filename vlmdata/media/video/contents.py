@@ -10,30 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.media.error import MediaError
-from vlmdata.media.video.complete import incomplete
-from vlmdata.media.video.container import VideoLimits, VideoSource, file_of, opened, reason_of
+from vlmdata.media.video.container import VideoLimits, VideoSource, decoded, opened, reason_of
+from vlmdata.media.video.packets import Packets, read_packets
 from vlmdata.media.video.picture import Pictures, colour_of
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
-    from av.container.input import InputContainer
     from av.video.frame import VideoFrame
 
 #: The frame rate that transformers assumes if there is none.
 UNKNOWN_RATE = Fraction(24)
-#: Containers without a presentation time for each packet, and codecs of which some packets show nothing.
-_UNTIMED_FORMATS = frozenset({"avi", "mpeg", "mpegvideo", "h264", "hevc", "vvc", "m4v", "obu", "mjpeg", "dv", "rm"})
-_UNTIMED_CODECS = frozenset({"vp8"})
-#: Headers declare the length of these files. A file that ends this much earlier is incomplete.
-_DECLARING_FORMATS = ("mov", "matroska", "flv", "asf")
-_SLACK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +40,13 @@ class VideoContents:
         rate: Frames per second: the declared rate if the frames keep it, else the mean.
         packets: int64 (N,), number of each frame's packet in the file; None if the frames were counted by decoding.
         starts: int64 (N,), number of the packet at which decoding for a frame begins; None as above.
+        leading: Numbers of the packets at the begin of a cut file that need a key frame before it. Their frames are
+            left out: they are not among ``times``.
         size: (height, width) of the upright frames in pixels.
         file_size: (height, width) as stored.
         container: FFmpeg's name of the container.
         codec: FFmpeg's name of the codec.
+        in_order: Whether each packet is a frame that is shown when it is decoded.
         declared_frames: Number of frames in the header; 0 if it has none.
         colour: Pixel format, and if so HDR and interlacing, of the first frame.
         damage: Where and how the file is damaged; "" if it is not, or no frame was found to be.
@@ -62,10 +58,12 @@ class VideoContents:
     rate: Fraction
     packets: npt.NDArray[np.int64] | None
     starts: npt.NDArray[np.int64] | None
+    leading: frozenset[int]
     size: tuple[int, int]
     file_size: tuple[int, int]
     container: str
     codec: str
+    in_order: bool
     declared_frames: int
     colour: Mapping[str, str | bool]
     damage: str = ""
@@ -117,7 +115,7 @@ def read_contents(source: VideoSource, limits: VideoLimits = VideoLimits(), what
         MediaError: NOT_A_VIDEO, UNSUPPORTED_VIDEO, VIDEO_TOO_LARGE; EMPTY_VIDEO without frames; DAMAGED_VIDEO for
             incomplete files, unless ``keep_damaged`` and a frame before the damage is left.
     """
-    packets = _read_packets(source, limits, what)
+    packets = read_packets(source, limits, what)
     frames = _decoded(source, limits, what, packets, all=not packets.timed)
     contents = _by_packets(packets, frames, what) if packets.timed else _by_decoding(packets, frames)
     if contents.damage and not limits.keep_damaged:
@@ -145,93 +143,6 @@ def damaged(contents: VideoContents, left: int, damage: str, what: str) -> Media
 
 
 @dataclass(frozen=True, eq=False)
-class _Packets:
-    """What the packets of a video stream tell, in the order of the file.
-
-    Attributes:
-        times: Presentation times; None where a packet has none.
-        durations: In the same unit; 0 if unknown.
-        keys: Whether decoding can begin there.
-        shown: Whether the frame is to be shown.
-        damage: As in :class:`VideoContents`.
-        seen: If the file is damaged, the time up to which no packet is missing; None if that is not known.
-        timed: Whether there is one packet for each frame, with the time at which it is shown.
-    """
-
-    container: str
-    codec: str
-    time_base: Fraction
-    declared_frames: int
-    declared_rates: tuple[Fraction, ...]
-    times: list[int | None]
-    durations: list[int]
-    keys: list[bool]
-    shown: list[bool]
-    damage: str
-    seen: int | None
-
-    @property
-    def timed(self) -> bool:
-        shown = [time for time, shown in zip(self.times, self.shown, strict=True) if shown]
-        known = self.container not in _UNTIMED_FORMATS and self.codec not in _UNTIMED_CODECS
-        return known and None not in self.times and len(set(shown)) == len(shown) and any(self.keys)
-
-
-def _read_packets(source: VideoSource, limits: VideoLimits, what: str) -> _Packets:
-    import av
-
-    times, durations, keys, shown = list[int | None](), list[int](), list[bool](), list[bool]()
-    decoding, ends, damage = list[int | None](), 0.0, ""
-    with opened(source, limits, what) as (container, stream):
-        try:
-            for packet in container.demux():
-                if (at := packet.dts if packet.pts is None else packet.pts) is not None:
-                    ends = max(ends, float((at + (packet.duration or 0)) * packet.time_base))
-                if packet.stream is not stream or not packet.size:
-                    continue
-                if packet.is_corrupt:
-                    damage = f"its packet {len(times)} is cut off or damaged"
-                    break
-                times.append(packet.pts)
-                durations.append(packet.duration or 0)
-                keys.append(packet.is_keyframe)
-                shown.append(not packet.is_discard)
-                # Packets are in the order of decoding, and no picture is shown before it is decoded.
-                decoding.append(packet.dts)
-        except (av.FFmpegError, UnicodeDecodeError) as error:
-            damage = f"its packet {len(times)} cannot be read: {reason_of(error)}"
-        declared = _declared_end(container)
-        if not damage:
-            with file_of(source) as file:
-                damage = incomplete(file, container.format.name)
-            if not damage and declared > ends + _SLACK_SECONDS:
-                damage = f"it ends after {ends:.2f} s, and its header declares {declared:.2f} s"
-            if damage:  # the last packet may be a part of one
-                for column in (times, decoding, durations, keys, shown):
-                    del column[-1:]
-        return _Packets(
-            container=container.format.name,
-            codec=str(stream.codec_context.codec.canonical_name),
-            time_base=_fraction(stream.time_base),
-            declared_frames=stream.frames,
-            declared_rates=tuple(_fraction(rate) for rate in (stream.base_rate, stream.average_rate) if rate),
-            times=times,
-            durations=durations,
-            keys=keys,
-            shown=shown,
-            damage=damage,
-            seen=next((time for time in reversed(decoding) if time is not None), None) if damage else None,
-        )
-
-
-def _declared_end(container: InputContainer) -> float:
-    """Returns when the header says that the file ends, in seconds; 0 if it does not say so."""
-    if container.duration is None or not container.format.name.startswith(_DECLARING_FORMATS):
-        return 0.0
-    return (container.duration + max(container.start_time or 0, 0)) / 1e6
-
-
-@dataclass(frozen=True, eq=False)
 class _Decoded:
     """The first frame of a file, or what all tell.
 
@@ -248,7 +159,7 @@ class _Decoded:
     damage: str
 
 
-def _decoded(source: VideoSource, limits: VideoLimits, what: str, packets: _Packets, all: bool) -> _Decoded:
+def _decoded(source: VideoSource, limits: VideoLimits, what: str, packets: Packets, all: bool) -> _Decoded:
     """Decodes the first frame, or all of them.
 
     Raises:
@@ -260,7 +171,7 @@ def _decoded(source: VideoSource, limits: VideoLimits, what: str, packets: _Pack
     times, damage = list[int | None](), ""
     with opened(source, limits, what) as (container, stream):
         try:
-            for frame in container.decode(stream):
+            for frame in decoded(container, stream, packets.leading):
                 if frame.is_corrupt:
                     damage = f"frame {len(times)} does not decode without errors"
                     break
@@ -282,14 +193,15 @@ def _damaged_at_once(damage: str, what: str) -> MediaError:
     return MediaError(Reason.DAMAGED_VIDEO, f"{what}: {damage}, and no frame before that. Get the file again.")
 
 
-def _by_packets(packets: _Packets, first: _Decoded, what: str) -> VideoContents:
+def _by_packets(packets: Packets, first: _Decoded, what: str) -> VideoContents:
     """Makes the contents of a file whose packets tell the times.
 
     Raises:
         MediaError: DAMAGED_VIDEO if no frame is certain.
     """
     all_times = np.array(packets.times, dtype=np.int64)
-    shown = np.flatnonzero(packets.shown)
+    left_out = np.array(sorted(packets.leading), dtype=np.int64)
+    shown = np.setdiff1d(np.flatnonzero(packets.shown), left_out)
     if packets.seen is not None:
         shown = shown[all_times[shown] <= packets.seen]
     if not len(shown):
@@ -309,7 +221,7 @@ def _by_packets(packets: _Packets, first: _Decoded, what: str) -> VideoContents:
     return _contents(packets, first, all_times[order], last_duration, packets.damage, order, starts)
 
 
-def _by_decoding(packets: _Packets, frames: _Decoded) -> VideoContents:
+def _by_decoding(packets: Packets, frames: _Decoded) -> VideoContents:
     """Makes the contents of a file of which all frames were decoded.
 
     Their times are those of the decoder if they ascend; else the frames come at the declared rate.
@@ -324,7 +236,7 @@ def _by_decoding(packets: _Packets, frames: _Decoded) -> VideoContents:
 
 
 def _contents(
-    packets: _Packets,
+    packets: Packets,
     first: _Decoded,
     times: npt.NDArray[np.int64],
     last_duration: int,
@@ -346,10 +258,12 @@ def _contents(
         rate=_rate(times, end, declared, unit),
         packets=order,
         starts=starts,
+        leading=packets.leading,
         size=first.size,
         file_size=first.file_size,
         container=packets.container,
         codec=packets.codec,
+        in_order=packets.in_order,
         declared_frames=packets.declared_frames,
         colour=first.colour,
         damage=damage,
@@ -365,7 +279,3 @@ def _rate(times: npt.NDArray[np.int64], end: int, declared: Sequence[Fraction], 
         if step >= 1 and np.abs(even - times).max() <= 1 and abs(begin + count * float(step) - end) <= 2:
             return rate
     return count / ((end - begin) * unit)
-
-
-def _fraction(value: Any) -> Fraction:
-    return Fraction(value.numerator, value.denominator)

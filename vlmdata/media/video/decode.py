@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.media.error import MediaError
-from vlmdata.media.video.container import VideoLimits, VideoSource, opened, reason_of
+from vlmdata.media.video.container import VideoLimits, VideoSource, decoded, opened, reason_of
 from vlmdata.media.video.contents import VideoContents
+from vlmdata.media.video.packets import time_of
 from vlmdata.media.video.picture import Pictures
 from vlmdata.reasons import Reason
 
@@ -88,10 +89,11 @@ def _from_the_start(
 ) -> Iterator[tuple[int, VideoFrame]]:
     """Yields frames, decoding all before them."""
     with opened(source, limits, what) as (container, stream):
+        frames = decoded(container, stream, contents.leading)
         if contents.starts is not None:
-            yield from _matched(container.decode(stream), contents, wanted)
+            yield from _matched(frames, contents, wanted)
         else:  # counted by decoding, so their order is what is known
-            yield from _counted(container.decode(stream), wanted)
+            yield from _counted(frames, wanted)
 
 
 def _by_skipping(
@@ -161,6 +163,8 @@ def _as_damage(wanted: list[int]) -> Iterator[None]:
 class _Skipping:
     """Decoded frames, without those that no wanted frame needs. ``wanted`` shrinks while it runs.
 
+    Frames to which no other refers are decoded only if they are wanted, unless their packets may hold half a frame.
+
     Args:
         container: The file.
         stream: Its video stream.
@@ -176,6 +180,8 @@ class _Skipping:
         self._contents = contents
         self._packets = self._read()
         self._position = 0  # number of the next packet
+        assert contents.packets is not None
+        self._needed = None if contents.colour.get("interlaced") else {*contents.packets[wanted].tolist()}
 
     def __iter__(self) -> Iterator[VideoFrame]:
         assert self._contents.starts is not None
@@ -185,17 +191,25 @@ class _Skipping:
             if start > self._position:
                 codec.flush_buffers()
                 packet = self._skip_to(start)
-                earliest = packet.pts
+                earliest = self._time(packet)
             else:
                 following = next(self._packets, None)
                 if following is None:
                     break
                 packet = following
                 self._position += 1
+            number = self._position - 1
             # Pictures after a key frame in the file but shown before it need the key frame before, which was skipped.
-            if earliest is None or packet.pts is None or packet.pts >= earliest:
-                yield from codec.decode(packet)
+            time = self._time(packet)
+            if number in self._contents.leading or (earliest is not None and time is not None and time < earliest):
+                continue
+            if self._needed is not None:
+                codec.skip_frame = "DEFAULT" if number in self._needed else "NONREF"
+            yield from codec.decode(packet)
         yield from codec.decode(None)
+
+    def _time(self, packet: Packet[VideoStream]) -> int | None:
+        return time_of(packet, self._contents.in_order)
 
     def _read(self) -> Iterator[Packet[VideoStream]]:
         return (packet for packet in self._container.demux(self._stream) if packet.size)
@@ -220,7 +234,7 @@ class _Skipping:
         self._container.seek(wanted, stream=self._stream, backward=True)
         self._packets = self._read()
         packet = self._next(number)
-        found = np.flatnonzero(contents.times == packet.pts)
+        found = np.flatnonzero(contents.times == self._time(packet))
         if len(found) == 0 or contents.packets[found[0]] > number:
             raise self._lost(f"a seek to packet {number} leads elsewhere")
         self._position = int(contents.packets[found[0]]) + 1

@@ -44,6 +44,7 @@ from vlmdata.service.server.packs import BusyError, FilledPack, Fillers, Packs
 from vlmdata.service.server.plans import PlanBook
 from vlmdata.service.shared_memory import this_place
 from vlmdata.storage.open import open_for_loading
+from vlmdata.storage.versions import split_version
 from vlmdata.version import __version__
 
 _log = logging.getLogger("vlmdata.service")
@@ -308,7 +309,8 @@ def _printable(error: Exception) -> str:
 
 def _names(datasets: dict[str, Any]) -> dict[str, str]:
     """Returns a name for each dataset: its folder's, or where several have the same, with its fingerprint."""
-    names = {fingerprint: Path(dataset.name.rstrip("/")).name for fingerprint, dataset in datasets.items()}
+    places = {each: split_version(dataset.name)[0] for each, dataset in datasets.items()}
+    names = {fingerprint: Path(place).name for fingerprint, place in places.items()}
     several = {name for name in names.values() if list(names.values()).count(name) > 1}
     return {each: f"{name}-{each[:8]}" if name in several else name for each, name in names.items()}
 

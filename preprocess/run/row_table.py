@@ -1,0 +1,76 @@
+"""``rows.parquet``: the rows of a finished dataset by content, with their shards and numbers.
+
+No reader of samples needs it, so the manifest does not name it. It names the index that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from preprocess.shards.job import progress_name
+from preprocess.shards.rows import ROWS_SUFFIX, SCHEMA, read_rows
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import PROGRESS_DIR, ROWS_NAME
+from vlmdata.storage import Store
+
+_OF_INDEX = b"index_sha256"
+_REMEDY = (
+    "Without it, which rows have changed is not known. Restore it from a copy or restore the source, make a second "
+    "dataset of the new rows (a loader reads a list of datasets, `vlmdata join` makes one of several), or use "
+    "--overwrite to start over."
+)
+
+
+def write_row_table(store: Store, tables: Iterable[pa.Table], index_sha256: str) -> None:
+    """Writes the rows of a dataset, a row group for each table."""
+    schema = SCHEMA.with_metadata({_OF_INDEX: index_sha256.encode()})
+    with (
+        store.writing(ROWS_NAME) as file,
+        pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        for table in tables:
+            if table.num_rows:
+                writer.write_table(table.cast(schema), row_group_size=table.num_rows)
+
+
+def rows_of_shards(records: Store, shards: Sequence[int]) -> Iterator[pa.Table]:
+    """Yields the rows of the shards of a run, from their records."""
+    yield from map(read_rows, records.read_all(progress_name(shard, ROWS_SUFFIX) for shard in shards))
+
+
+def has_all_rows(records: Store, shards: Sequence[int]) -> bool:
+    """Returns whether all shards of a run have a record of their rows; those of an earlier vlmdata have none."""
+    found = records.listing(PROGRESS_DIR)
+    return all(progress_name(shard, ROWS_SUFFIX).removeprefix(f"{PROGRESS_DIR}/") in found for shard in shards)
+
+
+def read_row_table(store: Store, manifest: Manifest) -> pa.Table:
+    """Returns the rows of a finished dataset.
+
+    Raises:
+        DatasetFormatError: If they are missing, damaged, or of another dataset; names the remedy.
+    """
+    path = store.path(ROWS_NAME)
+    if store.size(ROWS_NAME) is None:
+        raise DatasetFormatError(
+            f"{path}: not there: the dataset was made by an earlier vlmdata, or by select, join or recode. {_REMEDY}"
+        )
+    with store.local(ROWS_NAME) as folder:
+        try:
+            # Not through pq.read_table, which does not verify the checksums of pages.
+            with pq.ParquetFile(folder / ROWS_NAME, page_checksum_verification=True) as file:
+                table = file.read()
+            of = (table.schema.metadata or {}).get(_OF_INDEX, b"").decode()
+            table = table.cast(SCHEMA)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise DatasetFormatError(f"{path}: cannot be read: {error}. {_REMEDY}") from error
+    if of != manifest.index_sha256 or table.num_rows != manifest.totals.rows:
+        raise DatasetFormatError(
+            f"{path}: has {table.num_rows} rows of the index {of[:16]}…, but the manifest has {manifest.totals.rows} "
+            f"rows and the index {manifest.index_sha256[:16]}…. {_REMEDY}"
+        )
+    return table

@@ -1,0 +1,79 @@
+"""The record of a shard's rows: the content and image files by which a later run knows them, and their counts."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmdata.storage import Store
+
+#: Ending of the record of a shard's rows in an unfinished run.
+ROWS_SUFFIX = "rows"
+#: Counts by key that are kept for each row, under their names in the manifest.
+NOTES = ("unused_keys", "unknown_keys", "turns")
+SCHEMA = pa.schema(
+    [
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("row", pa.int64(), nullable=False),  # as in keys, index and ledger
+        pa.field("source_row", pa.int64(), nullable=False),  # its number in the source of this version
+        pa.field("content", pa.binary(16)),  # xxh3-128 of its content; null if a row ended the process that read it
+        pa.field("files", pa.list_(pa.string())),  # paths of the image files that it names; null if there are none
+        pa.field("file_bytes", pa.int64(), nullable=False),  # of the image files of its samples
+        pa.field("notes", pa.string()),  # counts by key as JSON; null if there are none
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """One row of a shard."""
+
+    row: int  # its number in keys, index and ledger
+    source_row: int  # its number in the source
+    content: bytes | None  # hash of its content; None if unknown
+    files: Sequence[str]  # paths of the image files that it names
+    file_bytes: int  # bytes of the image files of its samples
+    notes: Mapping[str, Mapping[str, int]]  # counts by key, under the names of :data:`NOTES`
+
+
+def write_rows(store: Store, name: str, shard: int, rows: Iterable[RowRecord]) -> None:
+    """Writes the record of a shard's rows."""
+    with store.writing(name) as file:
+        pq.write_table(pa.Table.from_pylist([_fields(shard, each) for each in rows], schema=SCHEMA), file)
+
+
+def read_rows(content: bytes) -> pa.Table:
+    """Returns the rows of a record."""
+    return pq.read_table(io.BytesIO(content), schema=SCHEMA)
+
+
+def sum_notes(rows: pa.Table) -> dict[str, dict[str, int]]:
+    """Returns the sums of the counts of rows, each sorted by key, under the names of :data:`NOTES`."""
+    sums = {name: Counter[str]() for name in NOTES}
+    values = rows["notes"].combine_chunks().dictionary_encode()
+    counted = Counter(values.indices.drop_null().to_pylist())
+    for at, text in enumerate(values.dictionary.to_pylist()):
+        for name, counts in json.loads(text).items():
+            for key, count in counts.items():
+                sums[name][key] += count * counted[at]
+    return {name: dict(sorted(counts.items())) for name, counts in sums.items()}
+
+
+def _fields(shard: int, row: RowRecord) -> dict[str, Any]:
+    notes = {name: dict(counts) for name, counts in row.notes.items() if counts}
+    return {
+        "shard": shard,
+        "row": row.row,
+        "source_row": row.source_row,
+        "content": row.content,
+        "files": sorted(row.files) or None,
+        "file_bytes": row.file_bytes,
+        "notes": json.dumps(notes, sort_keys=True, ensure_ascii=False) if notes else None,
+    }
