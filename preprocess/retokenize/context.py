@@ -22,6 +22,7 @@ from preprocess.reject import RowRejected
 from preprocess.retokenize.stored import OldSample, OldShard, OldShards, is_of_kind, stored_part, stored_views
 from preprocess.row import Row
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, attempted
+from preprocess.shards.rows import RowRecord
 from vlmdata.errors import UsageError
 from vlmdata.format.ledger import Rejection
 from vlmdata.reasons import Reason
@@ -85,9 +86,10 @@ class _Shards:
 
     def __init__(self, old: OldShards, numbers: Sequence[int]):
         self.old = old
-        infos = [info for info in old.manifest.shards if info.row_start < info.row_stop]
-        self._numbers = [int(info.name.removeprefix("shard-").removesuffix(".tar")) for info in infos]
-        self._firsts = [numbers[info.row_start] for info in infos]
+        # Shards of a version have any names.
+        infos = [(n, info.row_start) for n, info in enumerate(old.manifest.shards) if info.row_start < info.row_stop]
+        self._numbers = [number for number, _ in infos]
+        self._firsts = [numbers[start] for _, start in infos]
         self._number = -1
         self._open: OldShard | None = None
         self._files: Mapping[str, RecordedFile] = {}
@@ -243,6 +245,11 @@ class _FromShards(ShardContext):
     def hint(self, row: Row) -> str:
         """Returns nothing: the ledger has it."""
         return ""
+
+    def rows(self, job: ShardJob, records: Sequence[RowRecord]) -> Sequence[RowRecord]:
+        """Returns the rows of the shard with the content and files that they had."""
+        known = self.shards.old.rows({each.row for each in records})
+        return [replace(each, **known.get(each.row, {"content": None})) for each in records]
 
     def files(self, job: ShardJob, outcomes: Sequence[RowOutcome]) -> dict[str, RecordedFile]:
         """Returns the files that the rows of the shard named."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, KEPT, LEDGER_NAME
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, KEPT, LEDGER_NAME, ROWS_NAME
 from vlmdata.format.shard import EncodedItem
 from vlmdata.format.source_columns import SOURCE
 from vlmdata.media.codecs import IMAGE, RAW, VIDEO
@@ -52,6 +52,17 @@ class OldShards:
             return {}
         rows = pq.read_table(self.directory / IMAGE_FILES_NAME, filters=[("shard", "=", shard)]).to_pylist()
         return {row["path"]: RecordedFile(row["path"], row["bytes"], row["xxh3_128"]) for row in rows}
+
+    def rows(self, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
+        """Returns what is recorded of some rows by number: content, files and number in the source."""
+        if not numbers or not (self.directory / ROWS_NAME).exists():  # made by select, join or recode, or at a URL
+            return {}
+        table = pq.read_table(self.directory / ROWS_NAME, filters=[("row", "in", list(numbers))])
+        found = {row["row"]: row for row in table.to_pylist()}
+        told = ("content", "source_row")
+        return {
+            number: {**{name: row[name] for name in told}, "files": row["files"] or []} for number, row in found.items()
+        }
 
     def open(self, shard: int) -> OldShard:
         """Opens a shard."""

@@ -140,6 +140,10 @@ class ShardContext:
         """Returns what to add to the rejection of a row."""
         return other_form(self.encoder.config.recipe, self.source, row)
 
+    def rows(self, job: ShardJob, records: Sequence[RowRecord]) -> Sequence[RowRecord]:
+        """Returns what is recorded of the rows of a shard, given what is known of them from the source."""
+        return records
+
     def files(self, job: ShardJob, outcomes: Sequence[RowOutcome]) -> dict[str, RecordedFile]:
         """Returns the files that the rows of a shard name."""
         return {path: file for each in outcomes for path, file in each.files.items()}
@@ -232,7 +236,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
         pq.write_table(index_table(samples, supported_features()), file)
     files = context.files(job, outcomes)
     write_files(store, progress_name(job.number, FILES_SUFFIX), job.number, files)
-    write_rows(store, progress_name(job.number, ROWS_SUFFIX), job.number, records)
+    write_rows(store, progress_name(job.number, ROWS_SUFFIX), job.number, context.rows(job, records))
     store.put(progress_name(job.number, "jsonl"), b"".join(rejection.to_line() for rejection in rejections))
     store.put(progress_name(job.number, "json"), record.to_json())
     return record

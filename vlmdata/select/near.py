@@ -140,7 +140,7 @@ def _shrunk(values: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float6
     """Returns means over 32 equal parts of an axis; of shorter axes, values at 32 places."""
     size = values.shape[axis]
     if size < _SIDE:
-        return values.take(np.arange(_SIDE) * size // _SIDE, axis)
+        return np.asarray(values.take(np.arange(_SIDE) * size // _SIDE, axis))
     starts = np.arange(_SIDE) * size // _SIDE
     counts = np.diff(starts, append=size)
     shape = [1, 1]

@@ -18,6 +18,7 @@ from preprocess.retokenize.run import old_config, retokenize_dataset
 from preprocess.run.dataset import Watcher, preprocess_dataset
 from preprocess.sources.holdout import hold_out
 from preprocess.sources.open import open_source
+from tests.changing_source import Team, row
 from tests.chat_rows import mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
 from tests.documents import DOCUMENT_ROWS
@@ -284,3 +285,19 @@ def test_the_command(chats: Path, tmp_path: Path, request: pytest.FixtureRequest
     refused = command("retokenize", tmp_path / "old", "--out", tmp_path / "no", "-O", "unmarked=first")
     assert refused.code == 2
     assert "--recipe-option needs --source" in refused.said
+
+
+def test_a_version_keeps_its_rows(tmp_path: Path) -> None:
+    """Its shards are those of earlier versions and its own."""
+    team = Team(tmp_path)
+    team.run(config={"keep_conversations": True})
+    team.paint(1, seed=77)
+    team.run([*team.rows, row("Row 8", "0.png")], config={"keep_conversations": True})
+    version = team.version()
+    out = again(Path(version.name), tmp_path / "again", pad_multiple=64)
+    made = open_dataset(out)
+    assert made.index.keys.to_pylist() == version.index.keys.to_pylist()
+    for old, new in zip(version, made, strict=True):
+        assert (old.length, old.patches.tobytes()) == (new.length, new.patches.tobytes())
+        assert len(new.input_ids) % 64 == 0
+    assert verify_dataset(out).faults == []
