@@ -16,14 +16,14 @@ from rich.console import Console
 
 import vlmdata
 from preprocess.recode.run import recode_dataset
-from tests.conftest import tree_bytes
+from tests.conftest import tree_bytes as all_bytes
 from tests.forked import ROOT, run_forked
 from tests.format.as_earlier import as_earlier
 from tests.preprocess.command_line import Ended, environment
 from tests.preprocess.recode.rows import build, write_source
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, MANIFEST_NAME, SCHEMA_VERSION
+from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, MANIFEST_NAME, ROWS_NAME, SCHEMA_VERSION
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.terminal.card import print_card
 from vlmdata.media.codecs import REGISTRY
@@ -37,6 +37,11 @@ ZLIB = "shuffled-zlib"
 CODECS = [*REGISTRY, ZLIB]
 #: Codecs that patches alone can be stored by.
 MADE = [name for name in CODECS if name != "source"]
+
+
+def tree_bytes(folder: Path) -> dict[str, bytes]:
+    """All files but that of the source's rows, which a copy does not have."""
+    return {name: content for name, content in all_bytes(folder).items() if name != ROWS_NAME}
 
 
 @pytest.fixture(scope="module", autouse=True)
