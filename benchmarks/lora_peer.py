@@ -78,14 +78,18 @@ def time_ours(name: str, data: Path, recompute: str, options: argparse.Namespace
                 command, capture_output=True, text=True, timeout=left, env=with_toml_writer(Path(folder))
             )
         except subprocess.TimeoutExpired:
-            return {"failed": f"no end after {left:.0f} s"}
-        if done.returncode:
-            print(done.stdout[-3000:], done.stderr[-3000:], flush=True)
-            return {"failed": (done.stderr or done.stdout).strip().splitlines()[-1][:300]}
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        print("\n".join(done.stdout.splitlines()[:8]), flush=True)
+            print(f"no end after {left:.0f} s; the steps before count", flush=True)
+        else:
+            print("\n".join(done.stdout.splitlines()[:8]), flush=True)
+            if done.returncode:
+                print(done.stdout[-3000:], done.stderr[-3000:], flush=True)
+                return {"failed": (done.stderr or done.stdout).strip().splitlines()[-1][:300]}
+        log = out / "metrics.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        if len(lines) <= options.warmup:
+            return {"failed": f"{len(lines)} steps within {left:.0f} s"}
         seconds = time.monotonic() - begun
-        if options.profile:
+        if options.profile and (out / "profile" / "rank-00000.json").exists():
             _print_profile(out / "profile" / "rank-00000.json", options, name)
     lines = [line for line in lines if "event" not in line]
     counted = lines[options.warmup : options.warmup + options.steps]
