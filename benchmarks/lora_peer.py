@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 import train_peer
 from adapter_peer import few_configurations, with_liger
+from kernel_families import kernel_sums, table
 from train_peer import DEVICE, STARTED, PeerStep, emptied, figures, largest_batch, of_samples, padded, peer_of, timed
 
 from model.architecture import Architecture
@@ -61,11 +63,13 @@ def time_ours(name: str, data: Path, recompute: str, options: argparse.Namespace
     """Figures of a run of train.py, or the end of what it said if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
+        last = options.steps + options.warmup + options.profile
         command = [
             *(sys.executable, str(ROOT / "train.py"), "--data", str(data), "--preset", name, "--out", str(out)),
             *("--lora-rank", str(options.rank), "--capacity", str(options.capacity), "--global-batch", "1"),
-            *("--steps", str(options.steps + options.warmup), "--workers", "2", "--set", "model.mtp=false"),
-            *("--set", f"model.recompute={recompute}", "--set", "run.tensorboard=false", *options.set),
+            *("--steps", str(last), "--workers", "2", "--set", "model.mtp=false"),
+            *("--set", f"model.recompute={recompute}", "--set", "run.tensorboard=false"),
+            *(("--set", f"run.profile=[{last},{last}]") if options.profile else ()),
         ]
         begun = time.monotonic()
         left = max(10.0, min(options.patience, options.limit - (begun - STARTED)))
@@ -74,15 +78,21 @@ def time_ours(name: str, data: Path, recompute: str, options: argparse.Namespace
                 command, capture_output=True, text=True, timeout=left, env=with_toml_writer(Path(folder))
             )
         except subprocess.TimeoutExpired:
-            return {"failed": f"no end after {left:.0f} s"}
-        if done.returncode:
-            print(done.stdout[-3000:], done.stderr[-3000:], flush=True)
-            return {"failed": (done.stderr or done.stdout).strip().splitlines()[-1][:300]}
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        print("\n".join(done.stdout.splitlines()[:8]), flush=True)
+            print(f"no end after {left:.0f} s; the steps before count", flush=True)
+        else:
+            print("\n".join(done.stdout.splitlines()[:8]), flush=True)
+            if done.returncode:
+                print(done.stdout[-3000:], done.stderr[-3000:], flush=True)
+                return {"failed": (done.stderr or done.stdout).strip().splitlines()[-1][:300]}
+        log = out / "metrics.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        if len(lines) <= options.warmup:
+            return {"failed": f"{len(lines)} steps within {left:.0f} s"}
         seconds = time.monotonic() - begun
+        if options.profile and (out / "profile" / "rank-00000.json").exists():
+            _print_profile(out / "profile" / "rank-00000.json", options, name)
     lines = [line for line in lines if "event" not in line]
-    counted = lines[options.warmup :]
+    counted = lines[options.warmup : options.warmup + options.steps]
     total = sum(line["seconds"] for line in counted)
     return {
         "tokens_per_second": sum(line["tokens"] for line in counted) / total,
@@ -96,6 +106,12 @@ def time_ours(name: str, data: Path, recompute: str, options: argparse.Namespace
         "last_loss": lines[-1]["loss"],
         "options": shlex.join(command[command.index("--preset") :]).replace(f"--out {out} ", ""),
     }
+
+
+def _print_profile(trace: Path, options: argparse.Namespace, name: str) -> None:
+    """Prints the kernels of the last step by family, and keeps torch's table."""
+    print("\n".join(table({name: kernel_sums(trace, 1)})), flush=True)
+    shutil.copy(trace.with_suffix(".txt"), options.out / f"lora-profile-{name}.txt")
 
 
 def with_toml_writer(folder: Path) -> dict[str, str]:
@@ -201,7 +217,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["9b"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--recompute", nargs="+", default=["none", "full"], help="of our runs")
-    parser.add_argument("--set", nargs="*", default=[], help="further options of train.py, such as --set=--lr=1e-4")
+    parser.add_argument("--profile", action="store_true", help="profile one more step of our runs")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=8)

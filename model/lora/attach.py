@@ -86,10 +86,11 @@ def plan_of(architecture: Architecture, options: LoraOptions, *, mtp: bool, lang
     return Plan(options, chosen(sites_of(maps), options, fixed), maps)
 
 
-def attach(model: nn.Module, plan: Plan, seed: int = 0) -> list[Adapter]:
+def attach(model: nn.Module, plan: Plan, seed: int = 0, *, stack: bool = False) -> list[Adapter]:
     """Gives a rank's part of an unwrapped model its adapters, with initial values, and freezes all other weights.
 
-    The parts that ``plan.options`` trains in full stay trainable.
+    The parts that ``plan.options`` trains in full stay trainable. With ``stack``, the weights of grouped experts share
+    one tensor (:func:`model.network.wrapping.wrap_experts`), which fully sharded training would not release.
 
     Raises:
         LoraError: If a chosen matrix is in a layer that has no place for an adapter.
@@ -107,7 +108,7 @@ def attach(model: nn.Module, plan: Plan, seed: int = 0) -> list[Adapter]:
             experts.setdefault(name.partition(".experts.")[0] + ".experts", []).append((name, canonical))
         else:
             made.append(_adapt_linear(model, name, canonical, plan))
-    made += [_adapt_experts(model, name, found, plan) for name, found in experts.items()]
+    made += [_adapt_experts(model, name, found, plan, stack) for name, found in experts.items()]
     for adapter in made:
         _initialise(adapter, seed)
     for name, parameter in model.named_parameters():
@@ -162,7 +163,9 @@ def _adapt_linear(model: nn.Module, name: str, canonical: str, plan: Plan) -> Li
     return adapter
 
 
-def _adapt_experts(model: nn.Module, name: str, found: list[tuple[str, str]], plan: Plan) -> ExpertAdapters:
+def _adapt_experts(
+    model: nn.Module, name: str, found: list[tuple[str, str]], plan: Plan, stack: bool
+) -> ExpertAdapters:
     experts = model.get_submodule(name)
     sites, numbers = {}, set()
     for _, canonical in found:
@@ -177,7 +180,7 @@ def _adapt_experts(model: nn.Module, name: str, found: list[tuple[str, str]], pl
             f"{16 // like.itemsize}; choose one, or leave the experts out of lora.targets"
         )
     adapter = ExpertAdapters(sites, plan.form, like, (min(numbers), max(numbers) + 1))
-    wrap_experts(experts, adapter)
+    wrap_experts(experts, adapter, stack)
     return adapter
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ from model.network.awaited import await_weight
 WRAPPER = "wrapper"
 #: Attribute of a layer of experts: the experts' wrapper, the layer's name, and the expert's number, None for all.
 _OF_EXPERTS = "_wrapper_of_experts"
+#: Attribute of a grouped layer of experts: the tensor that holds all its weights.
+_STACKED = "_stacked_weights"
 #: Mark of a parameter whose gradient is summed over tensor-parallel ranks.
 _SUMMED = "summed_over_tensor_ranks"
 
@@ -98,8 +101,12 @@ def wrap(layer: WrappableLinear, wrapper: LinearWrapper) -> None:
         setattr(parameter, _SUMMED, partial and group.size() > 1)
 
 
-def wrap_experts(experts: nn.Module, wrapper: ExpertsWrapper) -> None:
-    """Gives a set of experts a wrapper. Its parameters get the marks of the experts' own."""
+def wrap_experts(experts: nn.Module, wrapper: ExpertsWrapper, stack: bool = False) -> None:
+    """Gives a set of experts a wrapper. Its parameters get the marks of the experts' own.
+
+    With ``stack``, the frozen weights of grouped layers share one tensor, of which each is a part. Such a layer is one
+    grouped product: Transformer Engine's handles weights one by one, which takes the host longer than the GPU.
+    """
     layers: Any = experts
     first = next(each for name, each in experts.named_parameters() if not is_of_wrapper(name))
     for parameter in wrapper.parameters():
@@ -112,12 +119,27 @@ def wrap_experts(experts: nn.Module, wrapper: ExpertsWrapper) -> None:
             for number, expert in enumerate(layers.local_experts):
                 vars(getattr(expert, name))[_OF_EXPERTS] = (wrapper, name, number)
         else:
-            vars(getattr(layers, name))[_OF_EXPERTS] = (wrapper, name, None)
+            layer = getattr(layers, name)
+            vars(layer)[_OF_EXPERTS] = (wrapper, name, None)
+            if stack and not layer.weight0.requires_grad:
+                vars(layer)[_STACKED] = _stacked(layer)
+
+
+@torch.no_grad()
+def _stacked(layer: Any) -> Tensor:
+    """Moves the weights (n, k) of a grouped layer into one tensor, (experts, n, k), and returns it."""
+    weights = [getattr(layer, f"weight{number}") for number in range(layer.num_gemms)]
+    whole = torch.stack([each.detach() for each in weights])
+    for weight, part in zip(weights, whole, strict=True):
+        weight.data = part
+    return whole
 
 
 @torch.no_grad()
 def sum_wrapper_gradients(parameters: Iterable[Any]) -> None:
     """Sums ``main_grad`` of wrappers over tensor-parallel ranks. Call it once per step, on complete gradients."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return
     gradients = [each.main_grad for each in parameters if each.requires_grad and getattr(each, _SUMMED, False)]
     if gradients:
         flat = torch.cat([each.flatten() for each in gradients])
@@ -186,6 +208,11 @@ class _WrappableGroup(nn.Module):
 
     def forward(self, x: Tensor, counts: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """See the layer. With a wrapper, adds to its product."""
+        stacked: Tensor | None = vars(self).get(_STACKED)
+        config: Any = getattr(self, "config", None)
+        if stacked is not None and len(x) and x.dtype is stacked.dtype and not (config.fp8 or config.fp4):
+            ends = torch.as_tensor(counts).cumsum(0).to(x.device, torch.int32, non_blocking=True)
+            return _with_experts(self, x, F.grouped_mm(x, stacked.transpose(1, 2), offs=ends), counts), None
         out, bias = super().forward(x, counts, *args, **kwargs)
         return _with_experts(self, x, out, counts), bias
 

@@ -27,7 +27,7 @@ OPTIONS = LoraOptions(rank=16, vision="lora", merger="lora")
 def run(model: Any, wanted: Any, packed: PackedBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the adapters by name of the matrix and factor. Frozen weights get none and stay."""
     plan = plan_of(wanted, OPTIONS, mtp=wanted.mtp_layers > 0)
-    attach(model, plan)
+    attach(model, plan, stack=True)
     fill(model, {name: tuple(_values(name, kind, site) for kind in "ab") for name, site in plan.sites.items()})  # type: ignore[misc]
     frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
     before = {name: each.detach().clone() for name, each in frozen.items()}
