@@ -127,7 +127,7 @@ def merged_index(
             group: list[pa.Table] = []
             for number, content in enumerate(contents, start=1):
                 table = pq.read_table(io.BytesIO(content), schema=indexed)
-                for name, column in columns_of(_source_values(content) if types else [], types).items():
+                for name, column in columns_of(source_values(content) if types else [], types).items():
                     table = table.append_column(schema.field(name), column)
                 group.append(table)
                 if number % together and number < len(shards):
@@ -142,11 +142,11 @@ def merged_index(
 def _source_types(records: Store, shards: Sequence[int], kept: Sequence[str]) -> dict[str, pa.DataType]:
     found = SourceTypes(kept)
     for content in records.read_all(progress_name(shard, "parquet") for shard in shards) if kept else ():
-        found.add(_source_values(content))
+        found.add(source_values(content))
     return found.types
 
 
-def _source_values(content: bytes) -> list[dict[str, Any]]:
+def source_values(content: bytes) -> list[dict[str, Any]]:
     """Returns the values of source columns of each sample in the index rows of a shard."""
     with pq.ParquetFile(io.BytesIO(content)) as file:
         if SOURCE not in file.schema_arrow.names:

@@ -66,7 +66,7 @@ def some(names: list[str]) -> str:
 def is_ours(name: str) -> bool:
     """True for the name of a file or folder of a dataset or a run."""
     files = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, IMAGE_FILES_NAME, ROWS_NAME, VERSIONS_NAME)
-    return name in (*files, TOKENIZER_DIR, VERSIONS_DIR, PROGRESS_DIR) or SHARD_FILE.fullmatch(name) is not None
+    return name in (*files, TOKENIZER_DIR, PROGRESS_DIR) or SHARD_FILE.fullmatch(name) is not None
 
 
 def clear_place(store: Store) -> None:
@@ -76,10 +76,13 @@ def clear_place(store: Store) -> None:
     store.delete([MANIFEST_NAME])
     store.delete([VERSIONS_NAME])
     ours = [name for name in store.listing() if is_ours(store.final_name(name)) and name != PROGRESS_DIR]
-    folders = [name for name in ours if store.final_name(name) in (TOKENIZER_DIR, VERSIONS_DIR)]
+    folders = [name for name in ours if store.final_name(name) == TOKENIZER_DIR]
+    folders += [f"{VERSIONS_DIR}/{name}" for name in store.listing(VERSIONS_DIR) if name.isdecimal()]
     store.delete(name for name in ours if name not in folders)
     for name in folders:
         store.delete_folder(name)
+    if not store.listing(VERSIONS_DIR):
+        store.delete_folder(VERSIONS_DIR)
     store.delete_folder(PROGRESS_DIR, keep=[name.rpartition("/")[2] for name in (LOCK_FILE, RUN_FILE)])
     store.delete([RUN_FILE])
 

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from preprocess.recipes.image_files import ABSENT, FileVersions
 from preprocess.recipes.image_files import SCHEMA as FILES_SCHEMA
-from preprocess.run.closing import most_frequent
+from preprocess.run.closing import most_frequent, source_values
 from preprocess.run.row_table import read_row_table, rows_of_shards, write_row_table
 from preprocess.run.versions import Newest, VersionInfo, read_version
 from preprocess.shards.fingerprints import of_samples
@@ -42,9 +42,11 @@ from vlmdata.format.schema import (
     PROGRESS_DIR,
     SCHEMA_VERSION,
     VERSIONS_NAME,
+    supported_features,
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.shard import ABSENT as ABSENT_PLACE
+from vlmdata.format.source_columns import SourceTypes, columns_of, source_fields, values_of
 from vlmdata.format.writing import Hashing
 from vlmdata.storage import Lock, Store
 from vlmdata.storage.linked import take_tokenizer
@@ -81,13 +83,13 @@ def close_version(
         ConfigMismatchError: If another version was made meanwhile, or image files changed. Writes nothing.
         DatasetFormatError: If the version before it is damaged.
     """
-    info, kept = read_version(place, identity)
+    info, _ = read_version(place, identity)
     if info.parent != newest.manifest.fingerprint:
         raise ConfigMismatchError(
             f"{place}: was begun after another version than {newest.number}, which is the newest now. Run the same "
             "`vlmdata preprocess` command again without --part: it starts the version over."
         )
-    merged = _merged(place, newest, info, kept, records)
+    merged = _merged(place, newest, identity, records)
     index_sha256 = _write_index(place, merged.index)
     write_row_table(place, _by_shard(merged.rows), index_sha256)
     with place.writing(LEDGER_NAME) as unnamed:
@@ -106,7 +108,8 @@ def close_version(
     return manifest
 
 
-def _merged(place: Store, newest: Newest, info: VersionInfo, kept: pa.Table, records: Sequence[ShardRecord]) -> _Merged:
+def _merged(place: Store, newest: Newest, identity: Mapping[str, Any], records: Sequence[ShardRecord]) -> _Merged:
+    info, kept = read_version(place, identity)
     old = read_row_table(newest.store, newest.manifest)
     # Both ascend by row.
     chosen = old.filter(pc.is_in(old["row"], value_set=kept["row"].combine_chunks()))
@@ -121,6 +124,10 @@ def _merged(place: Store, newest: Newest, info: VersionInfo, kept: pa.Table, rec
     table = table.filter(pc.is_in(table["source_row"], value_set=kept["row"].combine_chunks()))
     new = [_read_index(place, shard, len(taken)) for shard in shards]
     index = _concatenated([_renumbered(table, taken), *new])
+    if names := identity["config"]["options"].get("keep_columns"):
+        values = list(map(values_of, table.select([field.name for field in source_fields(table.schema)]).to_pylist()))
+        values += [row for shard in shards for row in source_values(place.read(progress_name(shard, "parquet")))]
+        index = _with_source_columns(index, values, names)
     known = set(kept["row"].to_pylist())
     ledger = [(each.row, each.reason.value, each.to_line()) for each in rejections if each.row in known]
     ledger += _made_rejections(place, records)
@@ -229,18 +236,27 @@ def _read_index(place: Store, shard: int, by: int) -> pa.Table:
 
 def _concatenated(tables: Sequence[pa.Table]) -> pa.Table:
     """Joins parts of an index; columns of optional members are those that any sample uses."""
-    everything = [name for table in tables for name in table.column_names]
-    schema = pa.unify_schemas([table.schema for table in tables])
+    known = index_schema(supported_features())
+    schema = pa.schema([field for field in known if any(field.name in table.column_names for table in tables)])
     filled = []
     for table in tables:
         for field in schema:
             if field.name not in table.column_names:
                 value = ABSENT_PLACE.offset if field.name.endswith("_offset") else ABSENT_PLACE.checksum
                 table = table.append_column(field, pa.array([value] * len(table), field.type))
-        filled.append(table.select(dict.fromkeys(everything)).cast(schema))
+        filled.append(table.select(schema.names).cast(schema))
     index = DatasetIndex(pa.concat_tables(filled))
     used = index_schema(index.features)
     return index.table.select(used.names).cast(used)
+
+
+def _with_source_columns(index: pa.Table, values: list[dict[str, Any]], names: Sequence[str]) -> pa.Table:
+    """Adds the columns of the source that the index keeps. Their types depend on all samples."""
+    found = SourceTypes(names)
+    found.add(values)
+    for name, column in columns_of(values, found.types).items():
+        index = index.append_column(name, column)
+    return index
 
 
 def _write_index(place: Store, table: pa.Table) -> str:

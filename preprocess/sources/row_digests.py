@@ -6,6 +6,7 @@ Equal rows have equal hashes wherever they are in the source. Unlike the hash of
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -26,6 +27,8 @@ from vlmdata.workers import WorkersDied, in_workers
 DIGEST_BYTES = 16
 Digests = npt.NDArray[np.bytes_]
 """S16 (n,): a hash for each row."""
+#: Begins the key of a value that JSON does not have.
+_MARK = "\0"
 _ROWS_PER_JOB = 1024
 #: Smaller sources use no workers, which take seconds to start.
 _SECONDS_ALONE = 3.0
@@ -36,12 +39,12 @@ def row_digest(row: Row | RowRejected) -> bytes:
 
     Columns without a value count as absent: in some kinds of files, other rows determine whether they are there.
     """
-    digest = xxhash.xxh3_128()
     if isinstance(row, RowRejected):
-        digest.update(f"rejected {row.reason} {row.message}".encode("utf-8", "surrogatepass"))
+        found: Any = [row.reason.value, row.message]
     else:
-        _feed(digest.update, {name: value for name, value in row.values.items() if value is not None})
-    return digest.digest()
+        found = {name: _as_json(value) for name, value in row.values.items() if value is not None}
+    text = json.dumps(found, sort_keys=True, check_circular=False)
+    return xxhash.xxh3_128_digest(text.encode())
 
 
 def row_digests(
@@ -103,22 +106,17 @@ def _read(source: Source, number: int) -> Row | RowRejected:
         return error
 
 
-def _feed(update: Callable[[bytes], object], value: Any) -> None:
-    """Writes a value so that different values give different bytes."""
+def _as_json(value: Any) -> Any:
+    """Returns a value of which the JSON text differs from that of every other value."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
     if isinstance(value, Mapping):
         # Arrow gives every struct the keys of all structs in its column.
-        names = [name for name, each in value.items() if not (each is None and isinstance(value, Struct))]
-        update(b"{%d:" % len(names))
-        for name in sorted(names):
-            _feed(update, name)
-            _feed(update, value[name])
-    elif isinstance(value, list | tuple):
-        update(b"[%d:" % len(value))
-        for each in value:
-            _feed(update, each)
-    elif isinstance(value, np.ndarray):
-        _feed(update, (str(value.dtype), list(value.shape), value.tobytes()))
-    else:
-        data = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
-        update(f"{type(value).__name__}:{len(data)}:".encode())
-        update(data)
+        absent = isinstance(value, Struct)
+        return {str(name): _as_json(each) for name, each in value.items() if not (absent and each is None)}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return {f"{_MARK}{value.dtype}": [list(value.shape), xxhash.xxh3_128_hexdigest(value.tobytes())]}
+    found = xxhash.xxh3_128_hexdigest(value) if isinstance(value, bytes) else str(value)
+    return {f"{_MARK}{type(value).__name__}": found}

@@ -191,7 +191,7 @@ class TestVerify:
     ("place", "message"),
     [
         ("memory://bucket/nothing", "memory://bucket/nothing: has no manifest.json"),
-        ("nowhere://bucket/data", "nowhere://bucket/data/manifest.json: cannot be fetched, 1 attempt"),
+        ("nowhere://bucket/data", "nowhere://bucket/data/versions.json: cannot be fetched, 1 attempt"),
     ],
 )
 def test_a_place_without_a_dataset_is_refused_in_a_line(command: list[str], place: str, message: str) -> None:

@@ -65,8 +65,8 @@ def main(out: Path, spec: str) -> None:
     config = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=2)
     source = open_source(spec)
     # Loaded and looked up once, for all the runs to come.
-    load = cache(preprocess.run.dataset.load_tokenizer)
-    preprocess.run.dataset.load_tokenizer = preprocess.shards.job.load_tokenizer = load
+    load = cache(preprocess.run.making.load_tokenizer)
+    preprocess.run.making.load_tokenizer = preprocess.shards.job.load_tokenizer = load
     preprocess.shards.fingerprints.version = cache(preprocess.shards.fingerprints.version)
 
     def run() -> None:
@@ -80,7 +80,7 @@ def main(out: Path, spec: str) -> None:
         return work
 
     run()
-    preprocess.run.dataset.require_usable = lambda tokenizer, config: None  # just tried; it takes as long as a shard
+    preprocess.run.making.require_usable = lambda tokenizer, config: None  # just tried; it takes as long as a shard
     whole = tree_bytes(out)
     deaths = step = 0
     while True:

@@ -109,7 +109,8 @@ class DatasetCard:
     findings: tuple[FindingGroup, ...]  # the worst first
     checked: int  # samples whose tokens were checked; the index was checked for all
     source_columns: Mapping[str, str] = field(default_factory=dict)  # Arrow type of each kept column of the source
-    version: Mapping[str, Any]  # number, parent and changed rows of a version after the first; empty for the first
+    #: Number, parent and changed rows of a version after the first; empty for the first.
+    version: Mapping[str, Any] = field(default_factory=dict)
 
 
 def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, seed: int = 0) -> DatasetCard:

@@ -35,7 +35,7 @@ class TestRunningAgain:
         before = preprocess(cord_parquet, out).manifest
         stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
         calls: list[Any] = []
-        monkeypatch.setattr("preprocess.run.dataset.make_shards", lambda *given: calls.append(given))
+        monkeypatch.setattr("preprocess.run.making.make_shards", lambda *given: calls.append(given))
         monkeypatch.setattr("preprocess.engines.local.start_worker_server", lambda: calls.append("server"))
         result = preprocess(cord_parquet, out, workers=2)
         assert (result.made, result.kept, result.manifest) == (0, 7, before)
@@ -186,7 +186,7 @@ class TestOverwrite:
 
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "unlink", dying)
-                patch.setattr("preprocess.run.dataset.make_shards", _never)
+                patch.setattr("preprocess.run.making.make_shards", _never)
                 try:
                     preprocess(rows, out, config=other, overwrite=True)
                 except StopRun:

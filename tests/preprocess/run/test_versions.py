@@ -165,7 +165,7 @@ class TestRefusals:
         with pytest.raises(ConfigMismatchError, match=r"config.options.pixels: \"raw\" there, \"zstd\" now"):
             team.run(team.rows[1:], config={"pixels": "zstd"})
         team.run(team.rows[1:])
-        with pytest.raises(ConfigMismatchError, match="Repeat the earlier options to continue it"):
+        with pytest.raises(ConfigMismatchError, match="Repeat the earlier options and restore the source"):
             team.run(team.rows[1:], config={"pixels": "zstd"})
 
     def test_another_source_is_no_version(self, team: Team) -> None:
@@ -231,3 +231,14 @@ def test_equal_rows_are_paired_in_order(known: list[int], found: list[int], data
 
     old, new = _matched(hashes(known), hashes(found), usable)
     assert sorted(zip(old.tolist(), new.tolist(), strict=True)) == sorted(expected)
+
+
+def test_kept_columns_of_the_source_follow_the_rows(team: Team) -> None:
+    rows = [{**each, "n": number} for number, each in enumerate(team.rows)]
+    config = {"keep_columns": ("n", "lang")}
+    team.run(rows, config=config, overwrite=True)
+    team.run([*rows[2:], {**row("new"), "n": 0.5, "lang": "de"}], config=config)
+    table = team.version().index.table
+    assert table["source.n"].to_pylist() == [2.0, 3.0, 5.0, 6.0, 7.0, 0.5]
+    assert table["source.lang"].to_pylist() == [None] * 5 + ["de"]
+    assert verify_dataset(Path(team.version().name)).faults == []
