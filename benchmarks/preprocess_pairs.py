@@ -6,9 +6,9 @@
 The floor is what cannot be left out: decoding with the fastest exact decoder (torchvision's for JPEG, Pillow's for PNG)
 and resizing, in one thread, with memory kept between images. A worker does all of its job and writes real shards. The
 images are receipts: the demo's, or the rows of --receipts. Scans are enlarged to 5.7
-megapixels. Each way runs in a process of its own, in turn in each repeat. Numbers are medians over the repeats, ratios
-medians of ratios within a repeat. Times are of the CPU, as the machine may be shared. Shards of both versions must be
-equal.
+megapixels. Each way has a process of its own, which does a round whenever it is told the rows, so the ways take turns
+within seconds. Numbers are medians over the rounds, ratios medians of the ratios within a round. Times are of the CPU,
+as the machine may be shared. Shards of both versions must be equal.
 Writes benchmarks/results/preprocess-pairs-<date>.json and .md.
 """
 
@@ -33,7 +33,8 @@ sys.path.pop(0)  # one of the files here has the name of a package
 RESULTS = Path(__file__).resolve().parent / "results"
 _SCAN_PIXELS = 5_700_000
 
-#: Each program prints JSON: CPU seconds per image, and of a worker the peak memory in MiB and the checksum of a shard.
+#: Each program prints JSON for each line of rows: CPU seconds per image; a worker also its peak memory in MiB and the
+#: checksum of the shard.
 WORKER = """
 import json, resource, sys, time
 from hashlib import sha256
@@ -52,21 +53,23 @@ except ImportError:  # the version before
 else:
     keep_memory()
 torch.set_num_threads(1)
-rows, out, rounds = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-(out / PROGRESS_DIR).mkdir(parents=True)
-source, config = open_source(rows), PreprocessConfig()
-context = ShardContext.build(source, config, Folder(out), load_tokenizer(config.tokenizer, None).info)
-best = float("inf")
-for number in range(rounds + 1):
+contexts, number = {}, 0
+for line in sys.stdin:
+    rows = Path(line.strip())
+    if rows not in contexts:
+        out = Path(sys.argv[1], rows.stem)
+        (out / PROGRESS_DIR).mkdir(parents=True)
+        source, config = open_source(str(rows)), PreprocessConfig()
+        contexts[rows] = ShardContext.build(source, config, Folder(out), load_tokenizer(config.tokenizer, None).info)
+    images, number = contexts[rows].source.num_rows, number + 1
     begun = time.process_time()
-    run_shard(ShardJob(number, 0, source.num_rows), context)
-    if number:  # the first one warms the process
-        best = min(best, time.process_time() - begun)
-    shard = next(out.glob("*.tar"))
+    run_shard(ShardJob(number, 0, images), contexts[rows])
+    seconds = (time.process_time() - begun) / images
+    shard = next(Path(sys.argv[1], rows.stem).glob("*.tar"))
     made = sha256(shard.read_bytes()).hexdigest()
     shard.unlink()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-print(json.dumps({"seconds": best / source.num_rows, "peak_mib": peak, "sha256": made}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(json.dumps({"seconds": seconds, "peak_mib": peak, "sha256": made}), flush=True)
 """
 FLOOR = """
 import ctypes, io, json, sys, time, warnings
@@ -80,21 +83,18 @@ for setting in (-1, -3):
 Image.core.set_block_size(2**28)
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
-files = [row["bytes"] for row in pq.read_table(sys.argv[1]).column("image").to_pylist()]
 def decoded(file):
     if file.startswith(b"\\xff\\xd8"):
         return decode_jpeg(torch.frombuffer(file, dtype=torch.uint8), ImageReadMode.RGB)
     return torch.from_numpy(np.asarray(Image.open(io.BytesIO(file)))).permute(2, 0, 1)
-best = float("inf")
-for number in range(int(sys.argv[3]) + 1):
+for line in sys.stdin:
+    files = [row["bytes"] for row in pq.read_table(line.strip()).column("image").to_pylist()]
     begun = time.process_time()
     for file in files:
         image = decoded(file)
         size = FAMILY.image_size(*image.shape[1:], FAMILY.min_pixels, FAMILY.max_pixels)
         functional.resize(image, size, interpolation=functional.InterpolationMode.BICUBIC, antialias=True)
-    if number:
-        best = min(best, time.process_time() - begun)
-print(json.dumps({"seconds": best / len(files)}))
+    print(json.dumps({"seconds": (time.process_time() - begun) / len(files)}), flush=True)
 """
 WAYS = ("floor", "before", "after")
 
@@ -131,33 +131,42 @@ def make_rows(work: Path, receipts: str, images: int) -> dict[str, Path]:
     return made
 
 
-def run(way: str, version: Path, rows: Path, rounds: int) -> dict[str, Any]:
-    """What one way takes, in a process of its own."""
-    with tempfile.TemporaryDirectory() as out:
-        program = FLOOR if way == "floor" else WORKER
-        command = [sys.executable, "-c", program, str(rows), out, str(rounds)]
+class Way:
+    """A process that does a round for each line of rows."""
+
+    def __init__(self, program: str, version: Path, work: Path):
         environment = {**os.environ, "PYTHONPATH": str(version), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=out, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{way}, {version}: exit code {done.returncode}\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        command = [sys.executable, "-c", program, str(work)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        work.mkdir()
+        self.process = subprocess.Popen(command, text=True, cwd=work, env=environment, **pipes)
+
+    def round(self, rows: Path) -> dict[str, Any]:
+        """What a round took."""
+        self.process.stdin.write(f"{rows}\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a process ended with exit code {self.process.wait()}")
+        return json.loads(line)
 
 
-def measure(rows: Path, versions: dict[str, Path], repeats: int, rounds: int) -> dict[str, Any]:
+def measure(ways: dict[str, Way], rows: Path, rounds: int) -> dict[str, Any]:
     """Numbers of one kind of files."""
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for _ in range(repeats):
-        for way in WAYS:
-            found[way].append(run(way, versions.get(way, versions["after"]), rows, rounds))
-    seconds = {way: [each["seconds"] for each in found[way]] for way in WAYS}
-    shards = {each["sha256"] for way in ("before", "after") for each in found[way]}
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            took = way.round(rows)
+            if number:  # the first one warms the process
+                found[name].append(took)
+    seconds = {way: [each["seconds"] for each in found[way]] for way in ways}
+    numbers = zip(*(found[way] for way in ("before", "after")), strict=True)
     return {
-        "milliseconds": {way: 1e3 * median(seconds[way]) for way in WAYS},
+        "milliseconds": {way: 1e3 * median(seconds[way]) for way in ways},
         "before_over_after": median(b / a for b, a in zip(seconds["before"], seconds["after"], strict=True)),
         "floor_over_after": median(f / a for f, a in zip(seconds["floor"], seconds["after"], strict=True)),
-        "peak_mib": {way: max(each["peak_mib"] for each in found[way]) for way in ("before", "after")},
-        "equal_shards": len(shards) == 1,
+        "peak_mib": {way: found[way][-1]["peak_mib"] for way in ("before", "after")},
+        "equal_shards": all(before["sha256"] == after["sha256"] for before, after in numbers),
         "all_seconds": seconds,
     }
 
@@ -170,7 +179,7 @@ def report(results: dict[str, Any]) -> str:
         "",
         f"`{results['command']}` on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; load "
         f"{machine['load_average']} at the start; torch {machine['torch']}, torchvision {machine['torchvision']}, "
-        f"Pillow {machine['pillow']}. CPU time per image, medians over {results['repeats']} repeats, "
+        f"Pillow {machine['pillow']}. CPU time per image, medians over {results['rounds']} rounds, "
         f"{results['images']} receipts of each kind, codec raw. Peak memory of a worker before and after.",
         "",
         "| files | floor, ms | before, ms | after, ms | before / after | floor / after | peak MiB | shards |",
@@ -191,8 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="Checkout of the first version.")
     parser.add_argument("after", type=Path, help="Checkout of the second version.")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of a process, of which the best counts")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--images", type=int, default=48)
     parser.add_argument("--receipts", default="demo", help="A source with the columns of CORD-V2.")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -201,14 +209,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         rows = make_rows(Path(work), given.receipts, given.images)
         machine = hardware("torch", "torchvision", "pillow")
-        kinds = {kind: measure(path, versions, given.repeats, given.rounds) for kind, path in rows.items()}
+        ways = {"floor": Way(FLOOR, versions["after"], Path(work, "floor"))}
+        ways |= {name: Way(WORKER, version, Path(work, name)) for name, version in versions.items()}
+        kinds = {kind: measure(ways, path, given.rounds) for kind, path in rows.items()}
+        for way in ways.values():
+            way.process.communicate()
     results = {
         "date": datetime.date.today().isoformat(),
-        "command": f"python benchmarks/preprocess_pairs.py BEFORE AFTER --repeats {given.repeats} "
-        f"--rounds {given.rounds} --images {given.images}" + (" --receipts REAL" if given.receipts != "demo" else ""),
+        "command": f"python benchmarks/preprocess_pairs.py BEFORE AFTER --rounds {given.rounds} --images {given.images}"
+        + (" --receipts REAL" if given.receipts != "demo" else ""),
         "hardware": machine,
         "images": given.images,
-        "repeats": given.repeats,
+        "rounds": given.rounds,
         "kinds": kinds,
     }
     text = report(results)
