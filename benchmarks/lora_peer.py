@@ -18,8 +18,11 @@ ways. Writes lora-peer-<label>-<date>.json and .md under --out after each way.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import importlib.util
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -67,7 +70,9 @@ def time_ours(name: str, data: Path, recompute: str, options: argparse.Namespace
         begun = time.monotonic()
         left = max(10.0, min(options.patience, options.limit - (begun - STARTED)))
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=left, env=with_toml_writer(Path(folder))
+            )
         except subprocess.TimeoutExpired:
             return {"failed": f"no end after {left:.0f} s"}
         if done.returncode:
@@ -89,8 +94,24 @@ def time_ours(name: str, data: Path, recompute: str, options: argparse.Namespace
         "batch": f"packs of {options.capacity:,}",
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
-        "command": shlex.join(["python", "train.py", *command[2:]]).replace(str(ROOT) + "/", ""),
+        "options": shlex.join(command[command.index("--preset") :]).replace(f"--out {out} ", ""),
     }
+
+
+def with_toml_writer(folder: Path) -> dict[str, str]:
+    """Returns the environment of a run of train.py, which writes TOML. Makes a writer if there is none."""
+    environment = dict(os.environ)
+    if importlib.util.find_spec("tomli_w") is None:
+        lines = [
+            "import json",
+            "def dumps(groups):",
+            "    line = lambda name, value: f'{name} = {json.dumps(value)}'",
+            "    tables = ([f'[{name}]', *(line(*each) for each in group.items())] for name, group in groups.items())",
+            "    return '\\n'.join('\\n'.join(table) for table in tables) + '\\n'",
+        ]
+        (folder / "tomli_w.py").write_text("\n".join(lines) + "\n")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
+    return environment
 
 
 class AdapterStep(PeerStep):
@@ -108,7 +129,9 @@ def peft_model(architecture: Architecture, plan: Plan, rank: int, checkpointing:
     """transformers' model with Liger's kernels and peft's adapters of the same matrices."""
     from peft import LoraConfig, get_peft_model
 
-    model: Any = with_liger(peer_of(architecture, checkpointing=False))
+    model: Any = peer_of(architecture, checkpointing=False)
+    if DEVICE.type == "cuda":  # on a CPU, this is a check of the script
+        with_liger(model)
     single = [name for name, site in plan.sites.items() if not site.experts]
     spread = [name for name, site in plan.sites.items() if site.experts]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=single, target_parameters=spread or None)
@@ -215,6 +238,7 @@ def main() -> None:
         tokenizer = dataset.manifest.tokenizer
         if architecture.language.vocab_size < tokenizer.vocab_size or DEVICE.type == "cpu":
             architecture = architecture.with_vocabulary(tokenizer)
+        architecture = dataclasses.replace(architecture, image_token_id=tokenizer.image)
         for way in options.ways:
             for recompute in options.recompute if way == "ours" else [""]:
                 label = f"{way}, recompute {recompute}" if recompute else way

@@ -6,8 +6,8 @@
 The floor is what cannot be left out: decoding with the fastest exact decoder (torchvision's for JPEG, Pillow's for PNG)
 and resizing, in one thread, with memory kept between images. A worker does all of its job and writes real shards. The
 images are receipts: the demo's, or the rows of --receipts. Scans are enlarged to 5.7
-megapixels. Each way runs in a process of its own, in turn in each repeat; numbers are medians over the repeats, ratios
-medians of ratios within a repeat. CPU time, as the machine may be shared. Bytes of shards of both versions must be
+megapixels. Each way runs in a process of its own, in turn in each repeat. Numbers are medians over the repeats, ratios
+medians of ratios within a repeat. Times are of the CPU, as the machine may be shared. Shards of both versions must be
 equal.
 Writes benchmarks/results/preprocess-pairs-<date>.json and .md.
 """

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from preprocess.grounding import BoxPart, GroundingPart, LabelPart, PointPart
 from vlmdata.wording import counted
 
 #: A value of a column that a recipe attaches to a sample.
@@ -150,7 +151,8 @@ def timestamps_fault(times: Sequence[Any], frames: int) -> str:
 
 
 MediaPart = ImagePart | VideoPart
-ContentPart = TextPart | MediaPart
+ContentPart = TextPart | MediaPart | GroundingPart
+_PARTS = (TextPart, ImagePart, VideoPart, BoxPart, PointPart, LabelPart)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Message:
 
     Attributes:
         role: Role of the speaker.
-        parts: Content, in order.
+        parts: Content, in order. Boxes, points and labels become text before the chat template is applied.
         reasoning: The assistant's reasoning, separate from its answer.
         tool_calls: The assistant's calls: mappings with ``name`` and ``arguments`` (a mapping).
         loss_weight: Weight of the turn's targets in the loss, at least 0; 0 means the turn is not learned. Assistant
@@ -175,7 +177,7 @@ class Message:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ValueError(f"Message.role is {self.role!r}; known roles: {', '.join(sorted(ROLES))}")
-        _require_tuple("Message.parts", self.parts, (TextPart, ImagePart, VideoPart), "TextPart, ImagePart, VideoPart")
+        _require_tuple("Message.parts", self.parts, _PARTS, ", ".join(kind.__name__ for kind in _PARTS))
         _require_tuple("Message.tool_calls", self.tool_calls, (Mapping,), "mappings with name and arguments")
         if self.reasoning is not None and not isinstance(self.reasoning, str):
             raise TypeError(f"Message.reasoning is of type {_kind(self.reasoning)}; it must be a str or None")
@@ -188,7 +190,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """All text of the turn, joined."""
+        """All text of the turn, joined, without boxes, points and labels."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
     @property
@@ -199,7 +201,7 @@ class Message:
     @property
     def media(self) -> Iterator[MediaPart]:
         """The images and videos of the turn, in order."""
-        return (part for part in self.parts if not isinstance(part, TextPart))
+        return (part for part in self.parts if isinstance(part, ImagePart | VideoPart))
 
 
 @dataclass(frozen=True)

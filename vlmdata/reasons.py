@@ -36,6 +36,8 @@ class Reason(StrEnum):
     EMPTY_IMAGE = "empty_image"
     ASPECT_RATIO = "aspect_ratio"
     IMAGE_BOUNDS = "image_bounds"
+    BOX_COUNT_MISMATCH = "box_count_mismatch"
+    BOX_BOUNDS = "box_bounds"
     PIXEL_RANGE = "pixel_range"
     VIDEO_COUNT_MISMATCH = "video_count_mismatch"
     MISSING_VIDEO = "missing_video"

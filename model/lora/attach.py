@@ -171,6 +171,11 @@ def _adapt_experts(model: nn.Module, name: str, found: list[tuple[str, str]], pl
         sites["linear_fc1" if ".linear_fc1." in canonical else "linear_fc2"] = plan.sites[source.name]
         numbers.add(source.index)
     like = model.get_parameter(found[0][0])
+    if like.is_cuda and plan.form.rank * like.itemsize % 16:
+        raise LoraError(
+            f"lora.rank is {plan.form.rank}: on GPUs, adapters of routed experts need a multiple of "
+            f"{16 // like.itemsize}; choose one, or leave the experts out of lora.targets"
+        )
     adapter = ExpertAdapters(sites, plan.form, like, (min(numbers), max(numbers) + 1))
     wrap_experts(experts, adapter)
     return adapter

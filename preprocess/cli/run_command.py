@@ -25,7 +25,7 @@ from preprocess.cli.trace_text import print_trace
 from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.encode import Encoder
 from preprocess.engines.base import Engine, errors_named, load_engine
-from preprocess.engines.local import PRELOADED
+from preprocess.engines.local import PRELOADED, Local
 from preprocess.own_options import constructor_takes
 from preprocess.recipes.base import PARTS, load_recipe
 from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
@@ -61,6 +61,8 @@ def run_command(command: PreprocessCommand) -> int:
     _check_options(command)
     engine = load_engine(command.engine, command.engine_options)
     names = split_names(command.split, holdout=command.holdout, trace=command.trace)
+    if command.trace is None and isinstance(engine, Local):
+        engine.warm_up(command.workers or available_cores())  # imports libraries while this process does
     quiet_libraries()
     command = dataclasses.replace(command, config=_with_family(command, talk))
     if command.config.tokenizer != EMBEDDED:

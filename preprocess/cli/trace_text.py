@@ -13,6 +13,7 @@ from rich.text import Text
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, VideoPart
 from preprocess.encode import EncodedSample, SampleItem
+from preprocess.grounding import BoxPart, LabelPart, PointPart
 from preprocess.reject import RowRejected
 from preprocess.run.trace import TracedCandidate, TracedRow
 from vlmdata.format.schema import sample_key
@@ -131,6 +132,10 @@ def _part(part: ContentPart, items: Iterator[SampleItem], remark: str) -> tuple[
         return data(f"image {part.field}"), _sizes(part, next(items, None))
     if isinstance(part, VideoPart):
         return data(f"video {part.field}"), _frames(part, next(items, None))
+    if isinstance(part, LabelPart):
+        return data(f"label {part.label}", limit=_PART), remark
+    if isinstance(part, BoxPart | PointPart):
+        return data(f"{part.field} {list(part.coordinates)}"), f"{part.unit.value}, of image {part.image}"
     return data(part.text, limit=_PART), remark
 
 

@@ -24,6 +24,7 @@ from preprocess.chat.tokenizer import ChatTokenizer, require_length
 from preprocess.config import Overlong, PreprocessConfig, TrainThink, TrainTurns
 from preprocess.conversation import Conversation, Document, Message, TextPart
 from preprocess.encode.document import encode_document
+from preprocess.encode.grounding import with_grounding_as_text
 from preprocess.encode.items import Plans, encode_items, item_tokens
 from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample, turn_weights
 from preprocess.encode.video import planned
@@ -47,12 +48,21 @@ class Encoder:
         most = config.max_length if config.overlong == Overlong.REJECT else None
         self.renderer = Renderer(tokenizer, config.special_text, most)
 
+    def as_text[T: Conversation | Document](self, made: T) -> T:
+        """Returns a recipe's result with boxes, points and labels as text, in the convention of the family.
+
+        Raises:
+            RowRejected: See :func:`with_grounding_as_text`.
+        """
+        return with_grounding_as_text(made, self.config) if isinstance(made, Conversation) else made
+
     def encode_all(self, made: Conversation | Document) -> list[EncodedSample | RowRejected]:
         """Encodes a recipe's result to one sample, or to several for a split document or each turn of a conversation.
 
         Raises:
             RowRejected: If nothing of it can be encoded.
         """
+        made = self.as_text(made)
         encoded: Sequence[EncodedSample | RowRejected]
         if isinstance(made, Conversation):
             encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
@@ -71,6 +81,7 @@ class Encoder:
             RowRejected: If the conversation cannot be encoded.
         """
         self._require_known_keys(conversation)
+        conversation = self.as_text(conversation)
         _check_turns(conversation)
         conversation = with_settings(conversation, self.config)
         return self._encode(*planned(conversation, self.config), [])

@@ -52,16 +52,16 @@ def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> list[
     """
     made: dict[tuple[bytes, SizeRequest], Views] = {}
     for part in parts:
-        same = part.data, _request(part)
+        same = part.data, size_request(part)
         if not isinstance(part, StoredImage) and same not in made:
             made[same] = encode_image(part, config.image, config.model_family, part.field)
-    return [part.views if isinstance(part, StoredImage) else made[part.data, _request(part)] for part in parts]
+    return [part.views if isinstance(part, StoredImage) else made[part.data, size_request(part)] for part in parts]
 
 
 def _views(
     height: int, width: int, part: ImagePart, family: Family, bounds: tuple[int, int], what: str
 ) -> tuple[View, ...]:
-    return family.views(height, width, target_size(height, width, _request(part), bounds, family, what))
+    return family.views(height, width, target_size(height, width, size_request(part), bounds, family, what))
 
 
 def image_tokens(parts: Sequence[ImagePart], config: PreprocessConfig, more_than: int) -> int | None:
@@ -79,7 +79,7 @@ def image_tokens(parts: Sequence[ImagePart], config: PreprocessConfig, more_than
     """
     family = config.model_family
     bounds = config.image.bounds(family)
-    requests = [_request(part) for part in parts]
+    requests = [size_request(part) for part in parts]
     if set(requests) <= {SizeRequest()} and len(parts) * family.most_views * bounds[1] <= more_than * family.factor**2:
         return None
     counts: dict[tuple[bytes, SizeRequest], int | None] = {}
@@ -115,7 +115,8 @@ def _tokens_of(part: ImagePart, config: ImageConfig, family: Family, bounds: tup
     return areas.pop() // family.factor**2 if len(areas) == 1 else None
 
 
-def _request(part: ImagePart) -> SizeRequest:
+def size_request(part: ImagePart) -> SizeRequest:
+    """Returns the size that the data requests for an image."""
     return SizeRequest(part.min_pixels, part.max_pixels, part.resized_height, part.resized_width)
 
 

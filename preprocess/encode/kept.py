@@ -129,6 +129,7 @@ def _to_json(made: Conversation | Document) -> dict[str, Any]:
 def _part(part: ContentPart) -> str | dict[str, Any]:
     if isinstance(part, TextPart):
         return part.text
+    assert isinstance(part, MediaPart)  # boxes, points and labels are text by now
     kind = ImagePart if isinstance(part, ImagePart) else VideoPart
     asked = {each.name: getattr(part, each.name) for each in dataclasses.fields(kind) if each.name not in _NOT_ASKED}
     asked = {name: value for name, value in asked.items() if value is not None}

@@ -354,8 +354,11 @@ def attempted[T](make: Callable[[], T], recipe: Recipe) -> T | RowRejected:
 def _encode(candidate: Candidate, recipe: Recipe, encoder: Encoder) -> _Encoded:
     if isinstance(candidate.made, RowRejected):
         return None, [candidate.made]
-    outcomes = attempted(partial(encoder.encode_all, candidate.made), recipe)
-    return (None, [outcomes]) if isinstance(outcomes, RowRejected) else (candidate.made, outcomes)
+    made = attempted(partial(encoder.as_text, candidate.made), recipe)  # what --keep-conversations stores
+    if isinstance(made, RowRejected):
+        return None, [made]
+    outcomes = attempted(partial(encoder.encode_all, made), recipe)
+    return (None, [outcomes]) if isinstance(outcomes, RowRejected) else (made, outcomes)
 
 
 def _turns(candidate: Candidate) -> int:

@@ -41,6 +41,14 @@ def inspect(
             help="The samples of an optimizer step, counted from 0; with --run also N, the step in metrics.jsonl.",
         ),
     ] = None,
+    duplicates: Annotated[
+        Path | None,
+        _look(
+            metavar="FILE",
+            help="Near duplicates beside the samples that stay for them, from `vlmdata select --duplicates-report`; "
+            "with --html as pictures.",
+        ),
+    ] = None,
     check: Annotated[str, _look(metavar="N|all", help="Number of samples to check for findings.")] = "1000",
     html: Annotated[str | None, _page(metavar="FILE", help="Write a self-contained page.")] = None,
     samples: Annotated[int, _page(min=0, help="Samples in the page: extremes, suspects, then random.")] = 50,
@@ -80,6 +88,8 @@ def inspect(
 
     looks = {"--sample": sample, "--row": row, "--find": find, "--pack": pack, "--step": step, "--html": html}
     chosen = [name for name, value in looks.items() if value is not None] + ["--serve"] * serve
+    if duplicates is not None and html is None:
+        chosen.append("--duplicates")
     if len(chosen) > 1:
         raise UsageError(f"{' and '.join(chosen)}: choose only one")
     if html is not None and "://" in html:
@@ -97,8 +107,11 @@ def inspect(
         look.pack(pack)
     elif step is not None:
         look.step(*_epoch_and_step(step, of_run=choice.run is not None))
+    elif duplicates is not None and html is None:
+        look.duplicates(duplicates)
     elif html is not None:
-        look.html(Path(html), samples, keys.split(",") if keys else None, packs, _check(check))
+        shown = keys.split(",") if keys else None
+        look.html(Path(html), samples, shown, packs, _check(check), duplicates)
     elif serve:
         look.serve(host, port, allow_host or [], _check(check))
     else:

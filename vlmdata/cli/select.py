@@ -37,7 +37,15 @@ def select(
         Duplicates | None,
         typer.Option(
             help="Of samples that are equal, keep the first: equal in all that is trained on (`samples`), in their "
-            "tokens (`texts`), or in the pixels of their images (`images`)."
+            "tokens (`texts`), or in the pixels of their images (`images`); or that are nearly equal in their words "
+            "(`near-texts`) or in how their pictures look (`near-images`), which reads the shards."
+        ),
+    ] = None,
+    duplicates_report: Annotated[
+        Path | None,
+        typer.Option(
+            help="With near duplicates: write each dropped sample and the one that stays for it, as lines of JSON, for "
+            "`vlmdata inspect --duplicates`."
         ),
     ] = None,
     share: Annotated[
@@ -68,8 +76,10 @@ def select(
     empty; 3 out of space.
     """
     from vlmdata.cli.console import counting_bar, messages
+    from vlmdata.format.atomic import write_atomically
     from vlmdata.select.choice import Choice, Keys, choose
     from vlmdata.select.dataset import select_dataset
+    from vlmdata.select.marks import report_lines
     from vlmdata.storage import open_store
     from vlmdata.storage.linked import describe
     from vlmdata.storage.open import open_dataset
@@ -90,8 +100,13 @@ def select(
             "give a criterion: --where, --keys, --exclude-keys, --drop-duplicates or --share. Without one, the new "
             "dataset would be the old one"
         )
+    if duplicates_report is not None and not (drop_duplicates is not None and drop_duplicates.is_near):
+        raise UsageError("--duplicates-report needs --drop-duplicates near-texts or near-images")
     dataset = open_dataset(data)
     chosen = choose(dataset, choice)
+    if duplicates_report is not None and drop_duplicates is not None:
+        lines = report_lines(dataset, chosen.near, drop_duplicates)
+        write_atomically(duplicates_report, "".join(lines).encode())
     fields: dict[str, Any] = _fields(dataset, chosen)
     if not as_json:
         _print(dataset, chosen)
@@ -125,6 +140,7 @@ def _fields(dataset: VlmDataset, chosen: Chosen) -> dict[str, Any]:
         "lost": dataclasses.asdict(chosen.lost),
         "steps": [dataclasses.asdict(step) for step in chosen.steps],
         "unknown_keys_to_exclude": chosen.unknown,
+        "near_duplicates": len(chosen.near),
         "bytes": {"shards": size[0], "kept": size[1]},
     }
 

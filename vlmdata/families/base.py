@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families.chat import IMAGE, ChatFormat, Expansion
+from vlmdata.families.grounding import Grounding
 from vlmdata.families.patches import patchify, unpatchify
 from vlmdata.families.positions import mrope_position_ids
 from vlmdata.families.video import VideoRules
@@ -75,6 +76,7 @@ class Family:
         processors: Values of ``processor_class`` in the files of this family's tokenizers.
         token_settings: Texts of special tokens, each with the setting in which a tokenizer may name another text.
         video: How videos are sampled and resized; None if the family has no videos.
+        grounding: How boxes and points are written; None if the family has no convention for them.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Family:
     processors: tuple[str, ...] = ()
     token_settings: tuple[tuple[str, str], ...] = ()
     video: VideoRules | None = None
+    grounding: Grounding | None = None
 
     @property
     def image(self) -> Expansion:

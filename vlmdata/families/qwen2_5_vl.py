@@ -75,4 +75,5 @@ FAMILY = Family(
         bounds_each_frame=True,
         tokens_per_second=2,
     ),
+    grounding=qwen.GROUNDING,
 )

@@ -78,4 +78,5 @@ FAMILY = Family(
             max_video_tokens=768,
         ),
     ),
+    grounding=qwen.GROUNDING_OF_1000,
 )

@@ -14,6 +14,7 @@ from rich.console import Console
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard, describe_dataset, suspicious_samples
+from vlmdata.inspect.duplicates import duplicate_pairs, grouped
 from vlmdata.inspect.findings import IndexFindings
 from vlmdata.inspect.packs import EpochPacks
 from vlmdata.inspect.page.build import choose_samples, page_document, write_page
@@ -21,11 +22,13 @@ from vlmdata.inspect.query import candidates, parse_query, search
 from vlmdata.inspect.sample import SampleDescriber, describe_sample, position_of
 from vlmdata.inspect.serialise import to_json
 from vlmdata.inspect.terminal.card import print_card
+from vlmdata.inspect.terminal.duplicates import print_pairs
 from vlmdata.inspect.terminal.sample import print_sample
 from vlmdata.inspect.terminal.trace import print_found, print_row, print_step
 from vlmdata.inspect.tokens import TokenTexts
 from vlmdata.inspect.trace import describe_row, describe_step, found_samples, step_of_run
 from vlmdata.loader.mixture import expanded
+from vlmdata.select.marks import read_report
 from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
 from vlmdata.storage.open import open_dataset, open_for_loading
 from vlmdata.wording import counted
@@ -96,11 +99,27 @@ class Inspection:
         found = describe_step(loader, epoch, step, self.choice.given.get("dp_rank"))
         self._show(found, lambda console: print_step(console, found))
 
-    def html(self, path: Path, count: int, keys: list[str] | None, packs: int, check: int | None) -> None:
-        """Writes the one-file page."""
+    def duplicates(self, report: Path) -> None:
+        """Prints near duplicates beside the samples that stay for them."""
+        dataset = self._dataset("--duplicates")
+        found = duplicate_pairs(dataset, read_report(report))
+        self._show({"duplicates": found}, lambda console: print_pairs(console, found[:_LISTED], len(found)))
+
+    def html(
+        self,
+        path: Path,
+        count: int,
+        keys: list[str] | None,
+        packs: int,
+        check: int | None,
+        duplicates: Path | None = None,
+    ) -> None:
+        """Writes the one-file page; of near duplicates, each group of samples in a row."""
         dataset = self._dataset("--html")
         card = self._card(dataset, check)
-        if keys is None:
+        if duplicates is not None:
+            chosen = grouped(dataset, read_report(duplicates), count)
+        elif keys is None:
             chosen = choose_samples(card, len(dataset), count, int(self.choice["seed"]))
         else:
             chosen = dict.fromkeys((position_of(dataset, key.strip()) for key in keys), "asked for")

@@ -29,6 +29,7 @@ from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 _EXIF_ORIENTATION = 0x0112
+_FIRST_TURNED = 5  # orientations from here on exchange width and height
 _ALPHA_MODES = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 
 
@@ -99,6 +100,25 @@ def header_size(data: bytes, max_source_pixels: int, what: str = "image") -> tup
         raise _empty(what)
     with _pillow_limit(max_source_pixels):
         return _open(data, max_source_pixels, what).size
+
+
+def shown_size(data: bytes, max_source_pixels: int, what: str = "image") -> tuple[int, int]:
+    """Returns the (height, width) of an image file as it is shown, after EXIF orientation, in pixels.
+
+    Of a JPEG the header has both. Other files are decoded: they may have the orientation after the pixels.
+
+    Raises:
+        MediaError: As :func:`decode_image`; damage after the header of a JPEG is not found.
+    """
+    if not data:
+        raise _empty(what)
+    with _pillow_limit(max_source_pixels):
+        image = _open(data, max_source_pixels, what)
+        if image.format == "JPEG":
+            turned = (_orientation(image) or 1) >= _FIRST_TURNED
+            return (image.width, image.height) if turned else (image.height, image.width)
+    height, width = decode_image(data, max_source_pixels, what).memory.shape[:2]
+    return height, width
 
 
 def _empty(what: str) -> MediaError:

@@ -20,6 +20,8 @@ from vlmdata.media.codecs import IMAGE
 from vlmdata.select.columns import columns_of
 from vlmdata.select.content import content, digests
 from vlmdata.select.duplicates import Duplicates
+from vlmdata.select.marks import near_samples
+from vlmdata.select.near import Near
 from vlmdata.select.where import Where
 from vlmdata.wording import counted
 
@@ -117,6 +119,7 @@ class Chosen:
     kept: SelectionCounts  # the chosen samples
     lost: SelectionCounts  # the others
     unknown: int  # keys to exclude that no sample has
+    near: tuple[Near, ...] = ()  # near duplicates that were dropped, each with the sample that stays for it
 
 
 def choose(dataset: VlmDataset, choice: Choice) -> Chosen:
@@ -125,9 +128,9 @@ def choose(dataset: VlmDataset, choice: Choice) -> Chosen:
     Raises:
         UsageError: If the expression or the share is none, a column or a key to choose is unknown, or nothing is left.
     """
-    index, steps = dataset.index, list[Step]()
+    index, steps, near = dataset.index, list[Step](), list[Near]()
     mask = np.ones(len(index), np.bool_)
-    for name, narrowed in _criteria(dataset, choice):
+    for name, narrowed in _criteria(dataset, choice, near):
         mask = narrowed(mask)
         steps.append(Step(name, int(mask.sum())))
     if not mask.any():
@@ -137,11 +140,16 @@ def choose(dataset: VlmDataset, choice: Choice) -> Chosen:
         )
     known = set(index.keys.to_pylist()) if choice.exclude_keys else set()
     unknown = sum(key not in known for key in choice.exclude_keys.keys) if choice.exclude_keys else 0
-    return Chosen(mask, tuple(steps), SelectionCounts.of(index, mask), SelectionCounts.of(index, ~mask), unknown)
+    return Chosen(
+        mask, tuple(steps), SelectionCounts.of(index, mask), SelectionCounts.of(index, ~mask), unknown, tuple(near)
+    )
 
 
-def _criteria(dataset: VlmDataset, choice: Choice) -> Iterator[tuple[str, Callable[[Mask], Mask]]]:
-    """Yields name and function of each criterion: the samples that it leaves of those that are left."""
+def _criteria(dataset: VlmDataset, choice: Choice, near: list[Near]) -> Iterator[tuple[str, Callable[[Mask], Mask]]]:
+    """Yields name and function of each criterion: the samples that it leaves of those that are left.
+
+    Near duplicates are added to ``near``.
+    """
     index = dataset.index
     if choice.share is not None and not 0 < choice.share < 1:
         raise UsageError(f"--share {choice.share}: must be between 0 and 1")
@@ -156,7 +164,7 @@ def _criteria(dataset: VlmDataset, choice: Choice) -> Iterator[tuple[str, Callab
             yield f"{option} {listed.name}", lambda mask, wanted=wanted: mask & wanted  # type: ignore[misc]
     if choice.drop_duplicates is not None:
         kind = choice.drop_duplicates
-        yield f"--drop-duplicates {kind}", lambda mask: mask & ~repetitions(index, kind, mask)
+        yield f"--drop-duplicates {kind}", lambda mask: mask & ~_repeated(dataset, kind, mask, near)
     if choice.share is not None:
         yield (
             f"--share {choice.share} --seed {choice.seed}",
@@ -191,6 +199,15 @@ def in_share(keys: list[str], share: float, seed: int) -> Mask:
     """
     hashes = np.fromiter((xxhash.xxh3_64_intdigest(f"{seed}:{key}".encode()) for key in keys), np.uint64, len(keys))
     return np.asarray((hashes >> np.uint64(11)) < np.uint64(int(share * 2**53)))
+
+
+def _repeated(dataset: VlmDataset, kind: Duplicates, among: Mask, near: list[Near]) -> Mask:
+    if not kind.is_near:
+        return repetitions(dataset.index, kind, among)
+    near += near_samples(dataset, kind, np.flatnonzero(among).tolist())
+    repeated = np.zeros(len(among), np.bool_)
+    repeated[[each.sample for each in near]] = True
+    return repeated
 
 
 def repetitions(index: DatasetIndex, kind: Duplicates, among: Mask) -> Mask:

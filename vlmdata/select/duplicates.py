@@ -11,3 +11,10 @@ class Duplicates(StrEnum):
     SAMPLES = "samples"
     TEXTS = "texts"
     IMAGES = "images"
+    NEAR_TEXTS = "near-texts"
+    NEAR_IMAGES = "near-images"
+
+    @property
+    def is_near(self) -> bool:
+        """Whether samples need not be equal."""
+        return self in (Duplicates.NEAR_TEXTS, Duplicates.NEAR_IMAGES)

@@ -11,6 +11,8 @@ from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.chat.content import ContentOptions, ContentReader
 from preprocess.recipes.chat.forms import fits, read_form
 from preprocess.recipes.chat.images import RowImages
+from preprocess.recipes.chat.objects import COLUMN as OBJECTS
+from preprocess.recipes.chat.objects import BoxForm, with_objects
 from preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
 from preprocess.recipes.chat.tools import read_arguments, read_calls, read_tools
 from preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, RowTurn
@@ -42,6 +44,11 @@ class ChatOptions(ContentOptions):
         "Images (or videos) of a row without a mark for any of them: reject the row, or put them before the text of "
         "the first user turn.",
     ] = Unmarked.REJECT
+    boxes: Annotated[
+        BoxForm,
+        "What replaces the marks `<bbox>` and `<ref-object>` of rows with objects: coordinates as a list and plain "
+        "names, or both between the family's tokens for them.",
+    ] = BoxForm.LIST
 
 
 class Chat:
@@ -66,7 +73,7 @@ class Chat:
         refuse_row(values, reads_videos=True)
         form = read_form(values)
         keys = KeyLog()
-        keys.note(values, USED_COLUMNS | form.columns, HARMLESS_COLUMNS)
+        keys.note(values, USED_COLUMNS | form.columns | {OBJECTS}, HARMLESS_COLUMNS)
         images, videos = RowImages(values, self._media, keys), RowVideos(values, self._media, keys)
         reader = ContentReader(form.turns, images, self._options.stray_marks, keys, videos)
         messages = tuple(_message(turn, reader, keys) for turn in form.turns)
@@ -75,6 +82,7 @@ class Chat:
         images.require_all_used(_UNMARKED)
         videos.require_all_used(_UNMARKED)
         refuse_box_marks(values, messages)
+        messages = with_objects(values, messages, self._options.boxes, keys)
         tools = read_tools(values, keys)
         arguments = read_arguments(values, keys)
         return Conversation(

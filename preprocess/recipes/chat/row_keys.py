@@ -44,7 +44,7 @@ _PREFERENCE = frozenset(
 )
 _LABELS = frozenset({"label", "kto_tag"})
 _FLAGS = frozenset({"loss", "train", "training"})
-_BOX_COLUMNS = frozenset({"objects", "bbox"})
+_BOX_COLUMN = "bbox"
 _BOX_MARKS = ("<bbox>", "<ref-object>")
 _REFUSED = _AUDIOS | _PREFERENCE | _LABELS
 
@@ -88,19 +88,18 @@ def refuse_row(values: Mapping[str, Any], *, reads_videos: bool = False) -> None
 
 
 def refuse_box_marks(values: Mapping[str, Any], messages: Iterable[Message]) -> None:
-    """Rejects text with marks for boxes and names in a column (ms-swift's grounding rows).
+    """Rejects text with marks for boxes of a column of their own. Those of ``objects`` are read.
 
     Raises:
         RowRejected: UNSUPPORTED_CONTENT.
     """
-    column = next(iter(sorted(values.keys() & _BOX_COLUMNS)), None)
-    if column is None:
+    if _BOX_COLUMN not in values or "objects" in values:
         return
     text = "".join(message.text for message in messages)
     mark = next((mark for mark in _BOX_MARKS if mark in text), None)
     if mark is not None:
         raise RowRejected(
             Reason.UNSUPPORTED_CONTENT,
-            f"the text holds the mark {mark} for the content of {column}; the recipe does not fill it in. Write boxes "
-            f"and names into the text in the model's own notation and drop {column}.",
+            f"the text holds the mark {mark} for the content of {_BOX_COLUMN}; the recipe reads boxes from objects. "
+            f'Write them there: {{"objects": {{"bbox": …, "ref": …}}}}',
         )

@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 from model.lora.sites import LoraError
 from model.training.settings.config import ConfigError
 from model.weights.hf_files import WeightsError
-from tests.model.training.conftest import chats, evaluations_of, steps_of, train_here, validation  # noqa: F401
+from preprocess.config import ImageConfig
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
+from tests.model.training.conftest import chats, evaluations_of, short_rows, steps_of, train_here, validation  # noqa: F401
 from tests.model.training.plain import plain_loss, write_hf_folder
 
 LORA: dict[str, Any] = {"lora__rank": 4, "lora__alpha": 16, "data__global_batch": 1, "optimizer__lr": 1e-2}
@@ -134,6 +137,32 @@ def test_exports_compute_what_the_run_does(
     ]:
         with pytest.raises(LoraError, match=message):
             train_here(tmp_path / "refused", chats, **(again | changes))
+
+
+def test_qwen3_vl_with_experts_and_a_trained_merger(one_process: None, tmp_path: Path) -> None:
+    """Its files hold experts transposed, and the merger's own weights are in the checkpoint beside adapters."""
+    from peft import PeftModel
+
+    from model.weights.adapter import merge, to_peft
+
+    source = write_jsonl(tmp_path / "chat.jsonl", short_rows(12))
+    data = build_dataset(
+        source, tmp_path / "chat", recipe="chat", family="qwen3_vl", image=ImageConfig(1024, 16384), pad_multiple=16
+    )
+    write_hf_folder(tmp_path / "hf", data, "qwen3-vl-tiny-moe")
+    vl = LORA | {"model__hf": str(tmp_path / "hf"), "data__eval_paths": [str(data)], "run__steps": 2}
+    train_here(tmp_path / "adapters", data, lora__vision="lora", **vl)
+    to_peft(checkpoint(tmp_path / "adapters"), tmp_path / "peft")
+    adapted = PeftModel.from_pretrained(transformers_of(tmp_path / "hf"), tmp_path / "peft")
+    wanted = evaluations_of(tmp_path / "adapters")[-1]["loss"]
+    assert plain_loss(adapted, data)[0] == pytest.approx(wanted, rel=1e-5)
+    train_here(tmp_path / "both", data, lora__merger="full", **vl)
+    merge(checkpoint(tmp_path / "both"), tmp_path / "merged", tmp_path / "hf")
+    wanted = evaluations_of(tmp_path / "both")[-1]["loss"]
+    assert plain_loss(transformers_of(tmp_path / "merged"), data)[0] == pytest.approx(wanted, rel=1e-5)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "merged"))
+    name = "model.visual.deepstack_merger_list.0.linear_fc1.weight"
+    assert not torch.equal(before[name], after[name])
 
 
 def test_merging_into_other_weights_is_refused(whole: Path, base: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.conftest import build_dataset, encoded_image
 from tests.media.video.clips import clip, picture
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.plain import plain_loss
+from tests.model.training.test_run import weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +84,21 @@ def test_a_run_learns_resumes_and_exports(family: str, preset: str, one_process:
     processor = AutoProcessor.from_pretrained(tmp_path / "hf").video_processor
     assert dict(processor.size) == {"shortest_edge": 4096, "longest_edge": 16384}, "as the dataset was made"
     assert (processor.fps, processor.min_frames, processor.max_frames) == (2, 4, 768)
+
+
+@pytest.mark.parametrize(
+    ("family", "preset", "parts"),
+    [("qwen3_5", "tiny", ["vision", "merger"]), ("qwen3_vl", "qwen3-vl-tiny", ["language"])],
+)
+def test_frozen_parts_stay_as_they_are(
+    family: str, preset: str, parts: list[str], one_process: None, tmp_path: Path
+) -> None:
+    from model.training.optimizer.learner import part_of
+
+    data = clips(tmp_path, family)
+    options = {"model__preset": preset, "model__freeze": parts, "data__max_patches": None, "run__save_every": 1}
+    train_here(tmp_path / "run", data, run__steps=2, run__keep=0, **options)
+    first, end = (weights_of(tmp_path / "run/checkpoints" / f"step-0000000{step}") for step in (1, 2))
+    changed = {part_of(name) for name in first if not torch.equal(first[name], end[name])}
+    assert changed == {"vision", "merger", "language"} - set(parts)
+    assert all(line["videos"] > 1 for line in steps_of(tmp_path / "run"))

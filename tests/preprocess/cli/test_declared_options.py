@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import EnumType
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "engine_option": OWN_OPTIONS,
     "keep_columns": st.lists(st.text("ab.", min_size=1, max_size=3), unique=True).map(tuple),
     "allow_private_host": st.lists(HOST).map(tuple),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "x"]), st.booleans()),
     "holdout": st.floats(0.01, 0.99),
     "max_reject_rate": st.floats(0, 1),
 }
@@ -63,6 +65,8 @@ def arguments_of(name: str, value: Any) -> list[str]:
     flag = DECLARED[name].flags[-1]
     if isinstance(value, bool):
         return [flag] if value else []
+    if name == "chat_template_kwargs":
+        return [flag, json.dumps(value)]
     texts = [f"{key}={text}" for key, text in value.items()] if isinstance(value, dict) else value
     return [word for text in (texts if isinstance(texts, tuple | list) else [texts]) for word in (flag, str(text))]
 

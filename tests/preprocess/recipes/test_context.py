@@ -160,7 +160,7 @@ def test_inspect_shows_columns(tmp_path: Path, vlmdata: Callable[..., Ended]) ->
 
 
 def test_the_pages_recipe_scales_to_the_final_size(tmp_path: Path) -> None:
-    file = tmp_path / f"{write_example('recipe.md', tmp_path, 1)}.py"
+    file = tmp_path / f"{write_example('recipe.md', tmp_path, 2)}.py"
     values = {"image": encoded_image(), "height": 400, "width": 200, "object": "cat", "x": 100, "y": 200}
     context = RecipeContext.of(PreprocessConfig())
     made = load_recipe(f"{file}:Boxes", context=context)(Row(0, values))

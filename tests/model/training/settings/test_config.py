@@ -102,6 +102,20 @@ def test_a_model_is_named_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
+        ("lora.alpha=0", "lora.alpha is 0; it must be above 0. Unset, it is 16"),
+        ("lora.dropout=1", "lora.dropout is 1; it must be below 1"),
+        ('model.freeze=["vision"]', r"model.freeze .'vision'. does not go together with lora.rank 8"),
+        ("model.language_only=true", "lora.vision=lora needs the vision tower"),
+    ],
+)
+def test_settings_of_lora_that_do_not_go_together(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["lora.rank=8", "lora.vision=lora", setting])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
         ("data.capasity=3", "unknown setting 'data.capasity'; the nearest is 'data.capacity'"),
         ("lr=3", "unknown setting 'lr'; it is 'optimizer.lr'"),
         ("seed=3", "it is 'data.seed' or 'run.seed'"),
@@ -133,6 +147,10 @@ def test_a_model_is_named_once(tmp_path: Path) -> None:
         ("run.fp8_recipe=mxfp8", "run.fp8_recipe is 'mxfp8'; it must be one of tensorwise, delayed, blockwise"),
         ("model.backend=te", "model.backend is 'te'; it must be one of auto, torch, transformer_engine"),
         ('model.freeze=["head"]', r"model.freeze names \['head'\]; choose from vision, merger, language"),
+        ("lora.rank=0", "lora.rank is 0; it must be at least 1"),
+        ("lora.alpha=32", "lora.alpha has no effect without adapters: give --lora-rank, such as 16"),
+        ("lora.lora_r=8", "it is 'lora.rank'"),
+        ("lora.target_modules=q_proj", "it is 'lora.targets'"),
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 is above optimizer.lr"),
         ("run.profile=[3, 2]", r"run.profile is \[3, 2\]; give the first and last step"),
         ("run.profile=[0, 2]", r"run.profile is \[0, 2\]; .*counted from 1"),

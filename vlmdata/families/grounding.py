@@ -1,0 +1,36 @@
+"""How a family writes boxes and points as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grounding:
+    """The coordinates that models of a family write, from the upper left corner, x before y.
+
+    Attributes:
+        scale: Coordinates are whole numbers from 0 to this one, as shares of the image's width and height. None means
+            pixels of the image after resizing.
+        box_key: Key of a box ``[x1, y1, x2, y2]`` in JSON.
+        point_key: Key of a point ``[x, y]`` in JSON.
+        label_key: Key of the label in JSON.
+        box_marks: Texts of the tokens before and after a box; None if the family has no such tokens.
+        label_marks: Texts of the tokens before and after a label; None if the family has no such tokens.
+    """
+
+    scale: int | None
+    box_key: str = "bbox_2d"
+    point_key: str = "point_2d"
+    label_key: str = "label"
+    box_marks: tuple[str, str] | None = None
+    label_marks: tuple[str, str] | None = None
+
+    def extent(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the coordinates (x, y) of the lower right corner of an image.
+
+        Args:
+            height: Height of the image after resizing, in pixels.
+            width: Width of the image after resizing, in pixels.
+        """
+        return (width, height) if self.scale is None else (self.scale, self.scale)
