@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -21,6 +21,7 @@ from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
 from preprocess.run.claim import directory_claim
 from preprocess.run.closing import merged_index
 from preprocess.run.directory import clear_place, is_ours, prepare_place, read_manifest, resource_errors, tidied
+from preprocess.run.row_table import take_row_table
 from preprocess.shards.fingerprints import (
     as_recorded,
     codec_fingerprints,
@@ -39,6 +40,7 @@ from vlmdata.format.schema import (
     LEDGER_NAME,
     MANIFEST_NAME,
     PROGRESS_DIR,
+    ROWS_NAME,
     SCHEMA_VERSION,
     TOKENIZER_DIR,
     shard_name,
@@ -48,6 +50,7 @@ from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.locations import is_url
 from vlmdata.media.codecs import RAW, REGISTRY, VIDEO, codec, libraries_of
 from vlmdata.storage import Lock, Store, open_store
+from vlmdata.storage.download import download
 from vlmdata.storage.folder import Folder
 from vlmdata.storage.join_checks import small_file_problems
 from vlmdata.storage.open import open_remote, shards_of
@@ -305,6 +308,10 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
         created_by=f"vlmdata {__version__}",
         version={},
     )
+    if is_url(old.name):
+        with suppress(FileNotFoundError, DatasetFormatError):
+            download(f"{old.name}/{ROWS_NAME}", old.directory / ROWS_NAME, None)
+    take_row_table(Folder(old.directory), old.manifest, store, manifest)
     lock.commit(MANIFEST_NAME, manifest.to_json())
     return manifest
 

@@ -16,6 +16,7 @@ from preprocess.recode.run import OldDataset
 from preprocess.retokenize.context import NEEDS_SOURCE, OF_TEXT, RetokenizeWork
 from preprocess.retokenize.stored import OldShards
 from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from preprocess.run.row_table import take_row_table
 from preprocess.sources.holdout import SelectedRows
 from preprocess.sources.rows import Source
 from vlmdata.errors import DatasetFormatError, UsageError
@@ -32,6 +33,7 @@ from vlmdata.format.schema import (
 from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.locations import is_url
 from vlmdata.storage import Store
+from vlmdata.storage.folder import Folder
 from vlmdata.wording import counted
 
 #: Fingerprints of what makes text; all others are of pixels, which stay what they are.
@@ -128,6 +130,8 @@ def retokenize_dataset(
     if IMAGE_FILES in old.manifest.source and not reuse.from_source:
         # Changes of image files count from the time when they were read.
         out.stamp(IMAGE_FILES_NAME, (old.directory / IMAGE_FILES_NAME).stat().st_mtime_ns)
+    if not reuse.from_source:  # what was read are conversations of shards, not rows of the source
+        take_row_table(Folder(old.directory), old.manifest, out, made.manifest)
     return made
 
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import Engine, ShardWork, make_shards
 from preprocess.run.closing import merged_image_files, merged_index, merged_ledger, saved_tokenizer
+from preprocess.run.row_table import rows_of_shards, write_row_table
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import ShardJob, ShardRecord, progress_name
 from vlmdata.errors import DatasetFormatError
@@ -27,6 +28,7 @@ from vlmdata.format.schema import (
     INDEX_NAME,
     LEDGER_NAME,
     PROGRESS_DIR,
+    ROWS_NAME,
     TOKENIZER_DIR,
     supported_features,
 )
@@ -116,6 +118,10 @@ class Repair:
             store.stamp(IMAGE_FILES_NAME, scratch.modified_ns(_BEGUN))
         if TOKENIZER_DIR in damage.others:
             self._save_tokenizer()
+        shards = range(len(self.jobs))
+        if store.size(ROWS_NAME) is None and self.shards_to_make(damage) >= set(shards):
+            # Not worth making shards for: only a later version needs it.
+            write_row_table(store, rows_of_shards(scratch, shards), self.manifest.index_sha256)
         store.delete_folder(_SCRATCH)
         return damage
 

@@ -6,7 +6,9 @@ No reader of samples needs it, so the manifest does not name it. It names the in
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -35,6 +37,27 @@ def write_row_table(store: Store, tables: Iterable[pa.Table], index_sha256: str)
         for table in tables:
             if table.num_rows:
                 writer.write_table(table.cast(schema), row_group_size=table.num_rows)
+
+
+def take_row_table(old: Store, was: Manifest, store: Store, manifest: Manifest) -> None:
+    """Gives a dataset the rows of another one with the same rows and shards, such as its copy in another codec.
+
+    Nothing is written if those of the other are unknown.
+    """
+    try:
+        known = read_row_table(old, was)
+        made = read_row_table(store, manifest) if store.size(ROWS_NAME) is not None else known
+    except DatasetFormatError:
+        store.delete([ROWS_NAME])
+        return
+    if known["row"] != made["row"]:
+        store.delete([ROWS_NAME])
+        return
+    for name in ("source_row", "content", "files"):
+        made = made.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), known[name])
+    bounds = np.searchsorted(made["shard"].to_numpy(), np.arange(len(manifest.shards) + 1)).tolist()
+    tables = [made.slice(first, stop - first) for first, stop in pairwise(bounds)]
+    write_row_table(store, tables, manifest.index_sha256)
 
 
 def rows_of_shards(records: Store, shards: Sequence[int]) -> Iterator[pa.Table]:

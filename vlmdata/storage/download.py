@@ -23,8 +23,8 @@ _ATTEMPTS = 4
 _PAUSES = (0.25, 0.5, 1.0)
 #: Ranges fetched at a time.
 _AT_ONCE = 16
-#: Missing file or permission, unknown file system or missing package: retries do not help.
-_FINAL = (FileNotFoundError, ImportError, PermissionError, ValueError)
+#: Missing file, unknown file system or missing package: retries do not help.
+_FINAL = (FileNotFoundError, ImportError, ValueError)
 #: Bytes between two ranges of a shard that are fetched, too, to save a request.
 _READ_THROUGH = 256 * 1024
 
