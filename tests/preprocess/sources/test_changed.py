@@ -82,5 +82,6 @@ def test_runs_that_know_files_by_their_bytes_continue_with_hash_source(tmp_path)
     os.utime(source, (1, 1))
     assert run(source, tmp_path / "out", hash_source=True) == whole
     os.utime(write(source, "abca"), (1, 1))
-    with pytest.raises(ConfigMismatchError, match=r"source.files"):
-        run(source, tmp_path / "out", hash_source=True)
+    changed = run(source, tmp_path / "out", hash_source=True)
+    assert {name: changed[name] for name in whole} == whole
+    assert "versions/2/manifest.json" in changed

@@ -27,7 +27,7 @@ from tests.faulty_proxy import FAULTS, FaultyProxy, proxying
 from tests.object_store import ObjectStore, forget_file_systems
 from tests.preprocess.command_line import SMALL_IMAGES
 from vlmdata import attempts
-from vlmdata.errors import ConfigMismatchError, SourceError
+from vlmdata.errors import SourceError
 from vlmdata.format.schema import MANIFEST_NAME
 
 pytestmark = pytest.mark.slow
@@ -243,17 +243,15 @@ class TestFaults:
             source.row(20)
 
 
-def test_an_object_that_changed_between_runs_is_refused_with_both_identities(tmp_path, object_store):
+def test_an_object_that_changed_between_runs_makes_its_rows_for_a_new_version(tmp_path, object_store):
     url = object_store.put(write(tmp_path / "data", "jsonl"))
     preprocess_dataset(open_source(url), tmp_path / "out", PreprocessConfig(recipe="text"))
-    before = open_source(url).identity["files"][0]["etag"]
     data = lines(ROWS[:25])[:-1].replace(b'"n": 7', b'"n": 8')
     object_store.file_system().pipe_file(f"{object_store.bucket}/train-a.jsonl", data)
-    changed = open_source(url)
-    with pytest.raises(ConfigMismatchError) as error:
-        preprocess_dataset(changed, tmp_path / "out", PreprocessConfig(recipe="text"))
-    assert before in str(error.value)
-    assert changed.identity["files"][0]["etag"] in str(error.value)
+    found = preprocess_dataset(open_source(url), tmp_path / "out", PreprocessConfig(recipe="text"))
+    assert found.version is not None
+    assert found.version.changes == {"kept": len(ROWS) - 1, "made": 1, "removed": 1}
+    assert found.manifest.source["files"] == open_source(url).identity["files"]
 
 
 @pytest.fixture
