@@ -59,7 +59,7 @@ demo: .venv/.stamp-train
 	.venv/bin/vlmdata preprocess $(DEMO_DIR)-clips/chats.jsonl --tokenizer embedded --video-max-pixels 2000000 --out $(DEMO_DIR)-videos
 	.venv/bin/vlmdata inspect $(DEMO_DIR)-videos --html $(DEMO_DIR)-videos.html
 	rm -rf $(DEMO_DIR)-run
-	$(PY) train.py --data $(DEMO_DIR) --preset tiny --steps $(DEMO_STEPS) --capacity 4096 --global-batch 1 --lr 2e-3 \
+	$(PY) train.py --data $(DEMO_DIR) --preset tiny --steps $(DEMO_STEPS) --capacity 3072 --global-batch 1 --lr 2e-3 \
 	  --set optimizer.warmup_steps=3 --out $(DEMO_DIR)-run
 	@echo "the dataset is in $(DEMO_DIR) (docs/data-format.md), pages to look at in $(DEMO_DIR).html and $(DEMO_DIR)-videos.html, the trained model in $(DEMO_DIR)-run"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +19,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests import property_tests
+from tests import forked, property_tests
 from tests.object_store import object_store, object_store_server  # noqa: F401
 
 property_tests.load_profiles()
+gc.disable()  # until all is collected: each time, the collector would look through what was imported so far
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     # Where nothing may be compiled beside the libraries, every start would compile half of torch anew (15 s).
@@ -39,6 +42,15 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With several workers, all of the suite's share two servers of processes, which import while they collect."""
+    of_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if of_all and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        forked.share_servers(Path(folder.name))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders with slow tests first: with a file to a worker, one that comes last would keep the others waiting.
 
@@ -49,8 +61,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All modules of the session's tests are imported."""
+    """All modules of the session's tests are imported. The collector need not look through them again and again."""
     property_tests.fix_constants()
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

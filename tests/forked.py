@@ -33,20 +33,56 @@ from importlib import import_module
 from multiprocessing import forkserver, reduction, resource_tracker, util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
+#: What servers of processes import, and the variable with the address of one that all workers of pytest share.
+COMMANDS, MODELS = "tests.preloaded_commands", "tests.model.preloaded"
+SHARED = {COMMANDS: "VLMDATA_TESTS_COMMANDS", MODELS: "VLMDATA_TESTS_MODELS"}
 _server: forkserver.ForkServer | None = None
 _owner = 0
+_shared: list[forkserver.ForkServer] = []
+
+
+def share_servers(cache: Path) -> None:
+    """Starts both servers for all processes that this one starts from now on; they end with this one.
+
+    Args:
+        cache: Where what is forked keeps what it downloads and extracts, unless its environment says otherwise.
+    """
+    for module, variable in SHARED.items():
+        server: Any = forkserver.ForkServer()
+        with mock.patch.dict(os.environ, {"VLMDATA_CACHE": str(cache)}):
+            _start(server, module)
+        os.environ[variable] = server._forkserver_address
+        _shared.append(server)
+
+
+def connected_to_shared(server: Any, module: str) -> bool:
+    """Makes a server that is not started stand for the shared one with a module, if there is one."""
+    address = os.environ.get(SHARED[module])
+    if address is None:
+        return False
+    server._forkserver_address = address
+    reading, server._forkserver_alive_fd = os.pipe()  # what is forked inherits one, and closes it
+    os.close(reading)
+    server.ensure_running = lambda: None
+    return True
+
+
+def _start(server: forkserver.ForkServer, module: str) -> None:
+    server.set_forkserver_preload([module])
+    with contextlib.chdir(ROOT):  # where it finds that
+        server.ensure_running()
 
 
 def _running_server() -> forkserver.ForkServer:
-    """The server of this process, which commands are forked from."""
+    """The server which commands of this process are forked from."""
     global _server, _owner
     if _server is None or _owner != os.getpid():
         _server, _owner = forkserver.ForkServer(), os.getpid()
-        _server.set_forkserver_preload(["tests.preloaded_commands"])
-        with contextlib.chdir(ROOT):  # where it finds that
-            _server.ensure_running()
+        if not connected_to_shared(_server, COMMANDS):
+            _start(_server, COMMANDS)
     return _server
 
 

@@ -106,16 +106,22 @@ def _frobenius(arguments: dict[str, Any]) -> bool:
     return arguments.get("p", "fro") == "fro" and all(arguments.get(name) is None for name in ("dim", "out", "dtype"))
 
 
+#: Functions that differ without named arguments, too.
+_CHANGED = frozenset({"cuda", "type", "norm", "to"})
+
+
 class _CudaToCpu(TorchFunctionMode):
     """Rewrites the device of torch calls, and reports tensor types and norms as CUDA would."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if not kwargs and name not in _CHANGED:  # by far the most calls
+            return func(*args)
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        name = getattr(func, "__name__", "")
         if name == "cuda":
             return args[0]
         if name == "type" and len(args) == 1 and not kwargs:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import shutil
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import xxhash
 
 from preprocess.chat.tokenizer import load_tokenizer
@@ -15,9 +12,10 @@ from preprocess.config import EMBEDDED, ImageConfig, PreprocessConfig, VideoConf
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
 from preprocess.encode import EncodedSample, Encoder
 from tests.conftest import encoded_image
+from tests.loader.synthetic import DESCRIBED, describe
 from tests.media.video.clips import clip
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.index_row import IndexRow, index_table, used_features
+from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import sample_key, shard_name
 from vlmdata.format.shard import EncodedItem, ShardWriter
@@ -47,31 +45,9 @@ def write_clips(folder: Path, like: Path, family: str = "qwen3_5") -> Path:
     with ShardWriter(folder / shard_name(0)) as writer:
         rows += [_row(writer, encoder.encode(each), number) for number, each in enumerate(conversations())]
         size, sha256 = writer.close()
-    pq.write_table(index_table(rows), folder / "index.parquet")
-    before = VlmDataset(like).manifest
-    totals = dataclasses.replace(
-        before.totals,
-        rows=len(rows),
-        samples=len(rows),
-        rejected=0,
-        tokens=sum(row.length for row in rows),
-        padding=sum(row.padded_length - row.length for row in rows),
-        targets=sum(row.num_targets for row in rows),
-        items=sum(len(row.items) for row in rows),
-        patches=sum(row.num_patches for row in rows),
-        bytes=size,
-        truncated=0,
-    )
-    manifest = dataclasses.replace(
-        before,
-        totals=totals,
-        rejects={},
-        shards=(ShardInfo(shard_name(0), 0, len(rows), len(rows), 0, size, sha256),),
-        index_sha256=hashlib.sha256((folder / "index.parquet").read_bytes()).hexdigest(),
-        features=tuple(sorted(used_features(rows))),
-    )
-    (folder / "manifest.json").write_bytes(manifest.to_json())
-    return folder
+    before = vars(VlmDataset(like).manifest)
+    kept = {name: value for name, value in before.items() if name not in DESCRIBED}
+    return describe(folder, rows, [ShardInfo(shard_name(0), 0, len(rows), len(rows), 0, size, sha256)], **kept)
 
 
 def _row(writer: ShardWriter, sample: EncodedSample, row: int) -> IndexRow:

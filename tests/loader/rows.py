@@ -7,14 +7,14 @@ from typing import Any
 
 from tests.chat_rows import image_item, turn
 
-_WORDS = ("noise", "grey", "pixel", "wide", "tall", "bright", "dark", "corner", "receipt", "total", "two", "seven")
-_WORDS += ("left", "right", "seen", "never")
+WORDS = ("noise", "grey", "pixel", "wide", "tall", "bright", "dark", "corner", "receipt", "total", "two", "seven")
+WORDS += ("left", "right", "seen", "never")
 _SIZES = ((64, 64), (96, 64), (64, 128), (100, 70), (128, 128))
 
 
 def _text(words: random.Random, at_most: int) -> str:
     count = min(at_most, int(words.paretovariate(0.9) * 8))  # long-tailed, as answers are
-    return " ".join(words.choice(_WORDS) for _ in range(count)) + "."
+    return " ".join(words.choice(WORDS) for _ in range(count)) + "."
 
 
 def chat_rows(count: int) -> list[dict[str, Any]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -25,6 +27,8 @@ TOKENS = {IMAGE: IMAGE_TOKEN, VIDEO: VIDEO_TOKEN}
 ITEMS = {kind: ItemTokens(token, (3,), (4,)) for kind, token in TOKENS.items()}
 #: ``second_per_grid_ts`` of all videos.
 SECONDS_PER_PATCH = 1.0
+#: Fields of the manifest that :func:`describe` writes.
+DESCRIBED = ("totals", "rejects", "shards", "index_sha256", "features")
 
 
 def write_dataset(
@@ -79,12 +83,21 @@ def write_dataset(
             ]
             size, sha256 = writer.close()
         infos.append(ShardInfo(shard_name(shard), first, len(rows), samples_per_shard, 0, size, sha256))
+    tokenizer = TokenizerInfo("synthetic", "0" * 64, "0" * 64, 1002, PAD, TurnTokens(1, 2, (6,)), ITEMS)
+    return describe(folder, rows, infos, config={}, config_hash="", source={}, tokenizer=tokenizer, family=family)
+
+
+def describe(folder: Path, rows: Sequence[IndexRow], shards: Sequence[ShardInfo], **more: Any) -> Path:
+    """Writes the index and the manifest of shards that are in a folder.
+
+    Args:
+        folder: The dataset.
+        rows: Of the index.
+        shards: What the manifest says of the shards.
+        more: The fields of the manifest that do not follow from these.
+    """
     pq.write_table(index_table(rows), folder / "index.parquet")
     manifest = Manifest(
-        config={},
-        config_hash="",
-        source={},
-        tokenizer=TokenizerInfo("synthetic", "0" * 64, "0" * 64, 1002, PAD, TurnTokens(1, 2, (6,)), ITEMS),
         totals=Totals(
             rows=len(rows),
             samples=len(rows),
@@ -94,15 +107,14 @@ def write_dataset(
             targets=sum(row.num_targets for row in rows),
             items=sum(len(row.items) for row in rows),
             patches=sum(row.num_patches for row in rows),
-            bytes=sum(info.bytes for info in infos),
+            bytes=sum(info.bytes for info in shards),
             truncated=0,
         ),
         rejects={},
-        shards=tuple(infos),
+        shards=tuple(shards),
         index_sha256=hashlib.sha256((folder / "index.parquet").read_bytes()).hexdigest(),
-        ledger_sha256="",
         features=tuple(sorted(used_features(rows))),
-        family=family,
+        **{"ledger_sha256": "", **more},
     )
     (folder / "manifest.json").write_bytes(manifest.to_json())
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
 from tests.model.helpers import small_architecture, transformers_model, weights_of
 
 # Nothing here is long enough to be worth compiling, and one thread a worker is what the machine has.
@@ -22,9 +24,16 @@ def _own_server_of_processes() -> Iterator[None]:
     """Python keeps one server that processes are forked from. Here it shall have imported what training needs: once for
     all folders, as that takes 4 s.
     """
-    forkserver._forkserver._stop()
+    server: Any = forkserver._forkserver
+    server._stop()
+    shared = forked.connected_to_shared(server, forked.MODELS)
     yield
-    forkserver._forkserver._stop()
+    if shared:
+        del server.ensure_running
+        server._forkserver_address = None
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    server._stop()
 
 
 @pytest.fixture(scope="package")
@@ -37,6 +46,8 @@ def one_process() -> Iterator[None]:
 
     torch.set_num_threads(1)
     groups.initialize(backend="gloo")
+    gc.collect()
+    gc.freeze()  # megatron-core, which no later collection need look through
     with cpu_mode.cpu_mode_if_needed():
         yield
     groups.destroy()

@@ -54,7 +54,7 @@ def short():
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     app = typer.Typer()
     app.command()(check_model)
-    return lambda *arguments: CliRunner().invoke(app, [*map(str, arguments), "--tokens", "1024"])
+    return lambda *arguments: CliRunner().invoke(app, [*map(str, arguments), "--tokens", "640"])
 
 
 @pytest.fixture

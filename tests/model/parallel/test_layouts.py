@@ -15,7 +15,6 @@ import torch
 
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
 from tests.model.helpers import relative
 from tests.model.layouts import (
@@ -31,6 +30,7 @@ from tests.model.layouts import (
     whole_gradients,
     write_videos,
 )
+from tests.model.small_vocabulary import build_chats
 from tests.model.workers import run_in_all
 
 pytest.importorskip("megatron.core")
@@ -68,7 +68,7 @@ CASES = [
         {"mtp": 1},
     ),
     Case("context 2, mlp recomputed", {"context": 2}, {"recompute": "selective"}, {"mtp": 1}),
-    Case("tensor 4, rows beyond the vocabulary", {"tensor": 4}, SEQUENCE, {"mtp": 1}, vocab_size=6150),
+    Case("tensor 4, rows beyond the vocabulary", {"tensor": 4}, SEQUENCE, {"mtp": 1}, vocab_size=518),
 ]
 
 
@@ -81,9 +81,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row for row in rows if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
     ]
     source = write_jsonl(folder / "chat.jsonl", rows)
-    made = build_dataset(
-        source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
-    )
+    made = build_chats(source, folder / "chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16)
     write_videos(made)
     return made
 
@@ -99,7 +97,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         and sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
     ]
     source = write_jsonl(folder / "chat.jsonl", rows)
-    return build_dataset(source, folder / "chat", recipe="chat", rows_per_shard=12, pad_multiple=16)
+    return build_chats(source, folder / "chat", rows_per_shard=12, pad_multiple=16)
 
 
 VL, VL_TIED, VL_MOE = ({"family": "qwen3_vl", **more} for more in ({}, {"tied": True}, {"moe": True}))

@@ -9,11 +9,11 @@ import pytest
 
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
 from tests.model.helpers import relative
 from tests.model.layouts import Case, StepOutcome, train_step, whole_gradients, write_videos
 from tests.model.sides import SideCase, gradients_of_sides, run_sides
+from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import short
 from tests.model.workers import run_in_all
 
@@ -52,9 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sides")
     few = [row for number, row in enumerate(chat_rows(160)) if number < 20 or number % 4 == 2]
     source = write_jsonl(folder / "chat.jsonl", short(few))
-    made = build_dataset(
-        source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
-    )
+    made = build_chats(source, folder / "chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16)
     write_videos(made)
     return made
 

@@ -16,8 +16,8 @@ import torch
 
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
+from tests.model.small_vocabulary import build_chats
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,9 +52,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats with no, one or two images."""
     folder = tmp_path_factory.mktemp("training")
     source = write_jsonl(folder / "chat.jsonl", short_rows(160))
-    return build_dataset(
-        source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
-    )
+    return build_chats(source, folder / "chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16)
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +60,7 @@ def validation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seven chats with no, one or two images, of other packs than any number of ranks divides."""
     folder = tmp_path_factory.mktemp("validation")
     source = write_jsonl(folder / "chat.jsonl", short_rows(210)[-7:])
-    return build_dataset(
-        source, folder / "validation", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=4, pad_multiple=16
-    )
+    return build_chats(source, folder / "validation", image=ImageConfig(1024, 16384), rows_per_shard=4, pad_multiple=16)
 
 
 def without_collecting_at_the_start() -> AbstractContextManager[Any]:

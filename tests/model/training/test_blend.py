@@ -22,8 +22,8 @@ from model.training.loop import train
 from model.training.settings.config_loading import load_config
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
+from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import SETTINGS, steps_of, without_collecting_at_the_start
 from vlmdata.errors import ConfigMismatchError
 
@@ -35,9 +35,7 @@ def two(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The chats, and a few others."""
     folder = tmp_path_factory.mktemp("few")
     rows = [row for row in chat_rows(200)[160:] if all(len(str(each).split()) < 120 for each in row["messages"])]
-    few = build_dataset(
-        write_jsonl(folder / "few.jsonl", rows), folder / "few", recipe="chat", image=ImageConfig(1024, 16384)
-    )
+    few = build_chats(write_jsonl(folder / "few.jsonl", rows), folder / "few", image=ImageConfig(1024, 16384))
     return [str(chats), str(few)]
 
 

@@ -26,8 +26,8 @@ from model.training.reports.logs import WeightsAndBiases
 from model.training.settings.config import ConfigError
 from model.training.settings.config_loading import load_config
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
+from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import evaluations_of, short_rows, steps_of
 from tests.model.training.plain import plain_loss, write_checkpoint
 from tests.model.training.ranks import Ranks, arguments_of
@@ -110,7 +110,7 @@ def test_several_sets_have_a_loss_each(
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    two = build_dataset(write_jsonl(tmp_path / "two.jsonl", short_rows(20)[-2:]), tmp_path / "two", recipe="chat")
+    two = build_chats(write_jsonl(tmp_path / "two.jsonl", short_rows(20)[-2:]), tmp_path / "two")
     sets = {
         "data__eval_paths": [str(validation), str(two)],
         "data__paths": [str(validation)],
@@ -153,7 +153,7 @@ def test_another_tokenizer_is_refused(run: Callable[..., Any], validation: Path,
 
 def test_a_sample_that_fits_no_pack_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
     row = max(chat_rows(40), key=lambda each: len(str(each["messages"][1])))
-    long = build_dataset(write_jsonl(tmp_path / "long.jsonl", [row]), tmp_path / "long", recipe="chat")
+    long = build_chats(write_jsonl(tmp_path / "long.jsonl", [row]), tmp_path / "long")
     with pytest.raises(ConfigError, match=rf"data\.eval_paths {long}: 1 sample.* longer than capacity 448"):
         run(data__eval_paths=[str(long)], run__steps=1)
 

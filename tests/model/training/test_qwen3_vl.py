@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from model.training.settings.config import ConfigError
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
+from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import evaluations_of, short_rows, steps_of, train_here
 from tests.model.training.plain import plain_loss, write_checkpoint
 
@@ -28,9 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qwen3_vl")
     source = write_jsonl(folder / "chat.jsonl", short_rows(60))
     image = ImageConfig(1024, 16384)
-    return build_dataset(
-        source, folder / "chat", recipe="chat", family="qwen3_vl", image=image, rows_per_shard=12, pad_multiple=16
-    )
+    return build_chats(source, folder / "chat", family="qwen3_vl", image=image, rows_per_shard=12, pad_multiple=16)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not any(item["type"] == "image" for message in row["messages"] for item in message["content"])
     ]
     source = write_jsonl(folder / "chat.jsonl", rows)
-    return build_dataset(source, folder / "chat", recipe="chat", family="qwen3_vl", pad_multiple=16)
+    return build_chats(source, folder / "chat", family="qwen3_vl", pad_multiple=16)
 
 
 def exact(out: Path) -> list[dict[str, Any]]:

@@ -12,8 +12,9 @@ pytest.importorskip("megatron.core")
 
 from preprocess.config import ImageConfig, VideoConfig
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset, encoded_image
+from tests.conftest import encoded_image
 from tests.media.video.clips import clip, picture
+from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.plain import plain_loss
 from tests.model.training.test_run import weights_of
@@ -45,10 +46,9 @@ def clips(folder: Path, family: str) -> Path:
         frames = [picture(37 * number, 64, 48) for number in range(count)]
         (folder / f"{name}.mp4").write_bytes(clip(count=count, rate=2, frames=frames))
     (folder / "picture.png").write_bytes(encoded_image(64, 96, seed=1))
-    return build_dataset(
+    return build_chats(
         write_jsonl(folder / "rows.jsonl", rows()),
         folder / "clips",
-        recipe="chat",
         family=family,
         image=ImageConfig(1024, 4096),
         video=VideoConfig(min_pixels=4096, max_pixels=16384),

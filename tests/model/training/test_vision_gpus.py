@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
+from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import evaluations_of, short_rows, steps_of
 from tests.model.training.many_runs import Run, train_all
 from tests.model.training.plain import write_hf_folder
@@ -145,7 +145,7 @@ def without_images(folder: Path) -> Path:
     """A dataset of chats without images."""
     texts = [row for row in short_rows(80) if not any(_images(message) for message in row["messages"])]
     source = write_jsonl(folder / "texts.jsonl", texts)
-    return build_dataset(source, folder / "texts only", recipe="chat", rows_per_shard=12, pad_multiple=16)
+    return build_chats(source, folder / "texts only", rows_per_shard=12, pad_multiple=16)
 
 
 def _images(message: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from model.weights.convert import to_hf
 from model.weights.hf_files import WeightsError
 from tests.model.helpers import relative
+from tests.model.small_vocabulary import TOKENS
 from tests.model.training.conftest import ROOT, evaluations_of, short_rows, train_here
 from tests.model.training.plain import plain_logits, plain_loss
 from vlmdata import StreamingLoader
@@ -239,7 +240,7 @@ class TestWhereTheFilesComeFrom:
         manifest["tokenizer"]["items"]["image"]["token"] = 3
         (other / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(
-            WeightsError, match=r"other has 6144 ids and image token 3, the weights have 6144 ids and image"
+            WeightsError, match=rf"other has {TOKENS} ids and image token 3, the weights have {TOKENS} ids and image"
         ):
             to_hf(weights, tmp_path / "hf", data=str(other))
         (other / "tokenizer" / "tokenizer.json").unlink()

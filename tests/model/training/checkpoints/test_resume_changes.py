@@ -18,7 +18,7 @@ from megatron.core import dist_checkpointing
 
 from model.training.settings.config import ConfigError
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
+from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import steps_of, train_here
 from vlmdata import StreamingLoader
 
@@ -49,7 +49,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats without images."""
     folder = tmp_path_factory.mktemp("texts")
     rows = [{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}] * 8
-    return build_dataset(write_jsonl(folder / "chat.jsonl", rows), folder / "texts", recipe="chat", pad_multiple=16)
+    return build_chats(write_jsonl(folder / "chat.jsonl", rows), folder / "texts", pad_multiple=16)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from model.training.reports.step_notes import DataWait, decoded_codecs
 from model.training.step import StepResult
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
-from tests.conftest import build_dataset
+from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import short_rows, steps_of, train_here
 from vlmdata.media.codecs import RAW, REGISTRY
 
@@ -48,8 +48,8 @@ def test_losses_are_the_same_to_the_last_digit_under_every_codec(one_process: No
     source = write_jsonl(tmp_path / "chat.jsonl", short_rows(24))
     losses = {}
     for name in REGISTRY:
-        options: dict[str, Any] = {"recipe": "chat", "image": ImageConfig(1024, 16384), "pixels": name}
-        data = build_dataset(source, tmp_path / name, **options)
+        options: dict[str, Any] = {"image": ImageConfig(1024, 16384), "pixels": name}
+        data = build_chats(source, tmp_path / name, **options)
         assert decoded_codecs([vlmdata.open_dataset(data)]) == [name] * (name != RAW)
         train_here(tmp_path / f"{name}-run", data, run__steps=2)
         losses[name] = [(step["loss"], step["grad_norm"]) for step in steps_of(tmp_path / f"{name}-run")]
