@@ -88,8 +88,8 @@ class _Writer:
             label = {} if part.label is None else {rules.label_key: part.label}
             return json.dumps({key: numbers, **label}, ensure_ascii=False)
         pairs = ",".join(f"({x},{y})" for x, y in zip(numbers[::2], numbers[1::2], strict=True))
-        label = "" if part.label is None else _marked(part.label, rules.label_marks, part.field, family.name)
-        return label + _marked(pairs, rules.box_marks, part.field, family.name)
+        name = "" if part.label is None else _marked(part.label, rules.label_marks, part.field, family.name)
+        return name + _marked(pairs, rules.box_marks, part.field, family.name)
 
     def _field(self, part: BoxPart | PointPart) -> str:
         return self._images[part.image].field

@@ -260,11 +260,11 @@ def test_a_row_of_ms_swift_becomes_targets(tokenizer: ChatTokenizer, tmp_path: P
         "images": [picture(480, 640).data],
         "objects": {"ref": ["sheep", "sheep"], "bbox": [[64, 48, 320, 240]]},
     }
-    encoder = Encoder(PreprocessConfig(image=BOUNDS), tokenizer)
+    config = PreprocessConfig(image=BOUNDS)
     made = load_recipe("chat")(Row(0, row))
     assert isinstance(made, Conversation)
-    (sample,) = encoder.encode_all(made)
+    (sample,) = Encoder(config, tokenizer).encode_all(made)
     assert not isinstance(sample, RowRejected)
     targets = tokenizer.hf.decode(sample.input_ids[: sample.length][sample.loss_mask[: sample.length] > 0])
     assert '[{"bbox_2d": [100, 100, 500, 500], "label": "sheep"}]' in targets
-    assert "[100, 100, 500, 500]" in kept_text(encoder.as_text(made), Candidate(made), 1)
+    assert "[100, 100, 500, 500]" in kept_text(with_grounding_as_text(made, config), Candidate(made), 1)
