@@ -48,15 +48,23 @@ class Encoder:
         most = config.max_length if config.overlong == Overlong.REJECT else None
         self.renderer = Renderer(tokenizer, config.special_text, most)
 
+    def as_text(self, made: Conversation | Document) -> Conversation | Document:
+        """Returns a recipe's result with boxes, points and labels as text, in the convention of the family.
+
+        Raises:
+            RowRejected: See :func:`with_grounding_as_text`.
+        """
+        return with_grounding_as_text(made, self.config) if isinstance(made, Conversation) else made
+
     def encode_all(self, made: Conversation | Document) -> list[EncodedSample | RowRejected]:
         """Encodes a recipe's result to one sample, or to several for a split document or each turn of a conversation.
 
         Raises:
             RowRejected: If nothing of it can be encoded.
         """
+        made = self.as_text(made)
         encoded: Sequence[EncodedSample | RowRejected]
         if isinstance(made, Conversation):
-            made = with_grounding_as_text(made, self.config)
             encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
         else:
             self._require_known_keys(made)
