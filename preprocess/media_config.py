@@ -179,9 +179,14 @@ class VideoConfig:
             images: What stores the images of the run.
 
         Raises:
-            UsageError: If they contradict each other.
+            UsageError: If they contradict each other, or the family has no videos and one is given.
         """
         if family.video is None:
+            given = [name for name, value in vars(self).items() if value != getattr(VideoConfig(), name)]
+            if given:
+                raise UsageError(
+                    f"the option for videos `{given[0]}` has no effect: the family {family.name} reads no videos; drop it"
+                )
             return None
         made = dataclasses.asdict(self.settings(family.video.defaults)) | {"pixels": self.codec(images).name}
         return {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import vlmdata
 from preprocess.chat.tokenizer import family_of, load_tokenizer
-from preprocess.config import PreprocessConfig, SpecialText
+from preprocess.config import PreprocessConfig, SpecialText, VideoConfig
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import Encoder
 from preprocess.recode.run import OldDataset, recode_dataset
@@ -25,7 +25,7 @@ from preprocess.sources.open import open_source
 from tests.chat_rows import mixed_rows, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
 from tests.families.kinds import KINDS, Kind, conversations, of_the_processor, spoken
-from vlmdata.errors import SourceError
+from vlmdata.errors import SourceError, UsageError
 from vlmdata.families import family
 from vlmdata.inspect.page.payload import sample_payload
 from vlmdata.inspect.sample import SpanKind, describe_sample, rebuild_image
@@ -200,3 +200,9 @@ class TestDatasets:
             ids[np.flatnonzero(ids == token)[0]] = 0
             found = audit_sample(replace(sample, input_ids=ids), row, rules)
             assert {check for check, _ in found} == {"image_block"}
+
+
+def test_options_for_videos_are_refused_in_families_without(kind: Kind) -> None:
+    config = PreprocessConfig(family=kind.name, image=kind.image, video=VideoConfig(fps=1.0))
+    with pytest.raises(UsageError, match=f"`fps` has no effect: the family {kind.name} reads no videos; drop it"):
+        config.to_json()
