@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -61,8 +63,21 @@ KINDS = {
     ),
 }
 
-#: Of several aspect ratios, extreme ones among them.
-PICTURES = [ImagePart(encoded_image(width, height, seed=width)) for width, height in ((64, 64), (90, 40), (2, 150))]
+
+def _special(mode: str, orientation: int) -> bytes:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.random.default_rng(7).integers(0, 256, (40, 70, len(mode)), np.uint8)
+    Image.fromarray(pixels).save(file, "PNG", exif=exif)
+    return file.getvalue()
+
+
+#: Of several aspect ratios, an extreme one among them; one that EXIF turns, and one with transparency.
+PICTURES = [
+    *(ImagePart(encoded_image(width, height, seed=width)) for width, height in ((64, 64), (90, 40), (2, 150))),
+    ImagePart(_special("RGB", 6)),
+    ImagePart(_special("RGBA", 1)),
+]
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
@@ -88,13 +103,21 @@ def of_the_processor(kind: Kind, hf: Any, conversation: Conversation) -> Any:
         content = [
             {"type": "text", "text": part.text}
             if isinstance(part, TextPart)
-            else {"type": "image", "image": Image.fromarray(decode_image(part.data, 1 << 20).pixels)}
+            else {"type": "image", "image": _opened(part)}
             for part in message.parts
             if isinstance(part, TextPart | ImagePart)
         ]
         # As rendered for us: texts alone are one string.
         messages.append({"role": message.role, "content": content if any(message.images) else message.text})
     return kind.processor(hf).apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+
+
+def _opened(part: ImagePart) -> Image.Image:
+    """The file as transformers loads it, turned as EXIF says; on white, where it would make transparency black."""
+    from transformers.image_utils import load_image
+
+    opened = Image.open(io.BytesIO(part.data))
+    return load_image(opened) if opened.mode == "RGB" else Image.fromarray(decode_image(part.data, 1 << 20).pixels)
 
 
 def spoken(conversation: Conversation) -> str:
