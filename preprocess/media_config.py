@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.families.base import ImageBoundsError
 from vlmdata.families.video import VideoSettings
 from vlmdata.media.codecs import RAW, ZSTD, ItemCodec
 from vlmdata.media.codecs import REGISTRY as CODECS
@@ -60,16 +61,20 @@ class ImageConfig:
         least = family.min_pixels if self.min_pixels is None else self.min_pixels
         most = family.max_pixels if self.max_pixels is None else self.max_pixels
         default = f" (the default of family {family.name})"
-        if least < family.factor**2:
+        if least < family.smallest_image:
             raise UsageError(
                 f"min_pixels is {least}{default if self.min_pixels is None else ''}; it must be at least "
-                f"{family.factor**2} ({family.factor}², one token of family {family.name})"
+                f"{family.smallest_image}, the smallest image of family {family.name}"
             )
         if most < least:
             raise UsageError(
                 f"max_pixels is {most}{default if self.max_pixels is None else ''}, less than min_pixels {least}"
                 f"{default if self.min_pixels is None else ''}. Set both."
             )
+        try:
+            family.require_bounds(least, most)
+        except ImageBoundsError as error:
+            raise UsageError(str(error)) from error
         return least, most
 
 
@@ -174,9 +179,15 @@ class VideoConfig:
             images: What stores the images of the run.
 
         Raises:
-            UsageError: If they contradict each other.
+            UsageError: If they contradict each other, or the family has no videos and one is given.
         """
         if family.video is None:
+            given = [name for name, value in vars(self).items() if value != getattr(VideoConfig(), name)]
+            if given:
+                raise UsageError(
+                    f"the option for videos `{given[0]}` has no effect: the family {family.name} reads no videos; "
+                    "drop it"
+                )
             return None
         made = dataclasses.asdict(self.settings(family.video.defaults)) | {"pixels": self.codec(images).name}
         return {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}

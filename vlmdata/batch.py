@@ -212,7 +212,7 @@ class PackedBatch:
         return dataclasses.replace(self, **changed)
 
     def pixel_values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns exactly the ``pixel_values`` of transformers' processor for the images held here.
+        """Returns the values of the patches held here: exactly the ``pixel_values`` of transformers' Qwen processors.
 
         uint8 patches are expanded on their device, so only a quarter (bf16) or an eighth (fp32) of the bytes crosses
         the bus. Patches that the loader has expanded (``pixels``) are returned as they are.
@@ -227,6 +227,21 @@ class PackedBatch:
             ValueError: If the batch was loaded without pixels, or expanded to a dtype that was already rounded.
         """
         return self._expanded(self.patches, dtype, copies=1)
+
+    def image_inputs(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Returns what transformers' model of the family takes for the images held here, by argument.
+
+        Args:
+            dtype: As for :meth:`pixel_values`.
+
+        Returns:
+            ``pixel_values`` as the family's processor makes them, and what goes with them, such as ``image_grid_thw``.
+
+        Raises:
+            ValueError: As :meth:`pixel_values`.
+        """
+        grids = self.image_grid_thw[self.image_indices]
+        return self.family.image_inputs(self.pixel_values(dtype), grids)
 
     def pixel_values_videos(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns exactly the ``pixel_values_videos`` of transformers' processor for the videos held here.

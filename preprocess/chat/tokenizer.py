@@ -34,8 +34,6 @@ from vlmdata.format.tokenizer_info import (
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
-#: Special tokens that data may contain as text: they mark up content (grounding boxes), not turns or media.
-_CONTENT_MARKUP = ("object_ref", "box", "quad")
 #: Shorter texts are tokenized whole at once: in characters, and in characters for each token allowed.
 _SHORT, _CHARACTERS_PER_TOKEN = 1 << 17, 8
 _PIECE = 1 << 15
@@ -146,7 +144,7 @@ def load_tokenizer(
     info = _describe(hf, name, made)
     relied = _relied_tokens(hf, info, made)
     flagged = frozenset(token.content for token in hf.added_tokens_decoder.values() if token.special)
-    reserved = relied | {text for text in flagged if not any(mark in text for mark in _CONTENT_MARKUP)}
+    reserved = relied | {text for text in flagged if not any(part in text for part in made.chat.markup)}
     if short := sorted(text for text in reserved if len(text) < 2):
         raise SourceError(
             f"--tokenizer {name}: its special token {short[0]!r} is an ordinary character, which occurs in text; set "

@@ -38,7 +38,7 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
             memory = np.ascontiguousarray(memory[top : top + rows, left : left + columns])
         patches = resize_to_patches(memory, *view.size, family, part=view.part)
         grid = (1, view.shape[0] // family.patch_size, view.shape[1] // family.patch_size)
-        origin = _origin(decoded) | ({"view": number} if len(views) > 1 else {})
+        origin = _origin(decoded) | (_place(number, view) if len(views) > 1 else {})
         tokens = len(patches) // family.patches_per_token
         made.append(SampleItem(patches, grid, view.shape, tokens, origin, part.data, number, view.is_whole))
     return tuple(made)
@@ -118,6 +118,12 @@ def _tokens_of(part: ImagePart, config: ImageConfig, family: Family, bounds: tup
 def size_request(part: ImagePart) -> SizeRequest:
     """Returns the size that the data requests for an image."""
     return SizeRequest(part.min_pixels, part.max_pixels, part.resized_height, part.resized_width)
+
+
+def _place(number: int, view: View) -> dict[str, Any]:
+    """Returns which of the views of an image it is, and what it shows: see :class:`View`."""
+    crop = {} if view.crop is None else {"crop": list(view.crop)}
+    return {"view": number, **crop} | ({} if view.part is None else {"part": list(view.part), "of": list(view.size)})
 
 
 def _origin(decoded: DecodedImage) -> dict[str, Any]:

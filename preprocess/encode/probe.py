@@ -26,7 +26,8 @@ from vlmdata.registry import problem_of
 from vlmdata.verify.sample import SampleRules, audit_sample
 
 _REMEDY = (
-    "Give the tokenizer of a Qwen-VL model, or a copy of this one with chat_template.jinja or tokenizer.json corrected."
+    "Give the tokenizer of a model of the family {family}, or a copy of this one with chat_template.jinja or "
+    "tokenizer.json corrected."
 )
 #: Template functions and filters whose result varies between calls, with a description of the result.
 _IMPURE = {"strftime_now": "the date", "lipsum": "random text", "random": "a random choice"}
@@ -49,11 +50,11 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
         require_arguments(config.chat_template_kwargs, tokenizer.templates)
     except ValueError as error:
         raise SourceError(f"--chat-template-kwargs: {error}") from error
-    least = config.model_family.factor**2
+    least = config.model_family.smallest_image
     config = dataclasses.replace(
         config, image=ImageConfig(least, 4 * least), train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16
     )
-    encoder = Encoder(config, tokenizer)
+    encoder, remedy = Encoder(config, tokenizer), _REMEDY.format(family=config.family)
     rules = SampleRules(tokenizer.info, config.pad_multiple, True, config.model_family)
     for conversation in (_talk(()), _talk((_image(),))):
         try:
@@ -61,7 +62,7 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
         except RowRejected as error:
             if conversation.media and not _knows_images(encoder, conversation):
                 continue
-            raise SourceError(f"--tokenizer {tokenizer.info.name}: {error.message}. {_REMEDY}") from error
+            raise SourceError(f"--tokenizer {tokenizer.info.name}: {error.message}. {remedy}") from error
         except VlmdataError:
             raise
         except Exception as error:  # the family's rules may be the user's
@@ -76,7 +77,7 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
             check, message = findings[0]
             raise SourceError(
                 f"--tokenizer {tokenizer.info.name}: `vlmdata verify` would find a fault in every sample: {check}: "
-                f"{message}. {_REMEDY}"
+                f"{message}. {remedy}"
             )
 
 

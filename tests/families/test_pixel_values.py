@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from vlmdata.families import REGISTRY, Family, family
 
+#: Families whose values are scaled and not normalised.
+SCALED = {"gemma4"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -23,9 +25,10 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def plain(made: Family, patches: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Subtract, divide, round, and repeat for each frame: all patches at once."""
+    """Subtract, divide (or scale), round, and repeat for each frame: all patches at once."""
     mean, std = (torch.tensor(each).mul(255.0).view(1, 3, 1, 1) for each in (made.image_mean, made.image_std))
-    values = (patches.reshape(len(patches), 3, 1, made.patch_size**2).float() - mean) / std
+    values = patches.reshape(len(patches), 3, 1, made.patch_size**2).float()
+    values = values * (1 / 255) if made.name in SCALED else (values - mean) / std
     return values.to(dtype).expand(-1, -1, made.temporal_patch_size, -1).flatten(1)
 
 

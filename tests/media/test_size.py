@@ -11,10 +11,10 @@ from PIL import Image
 
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.error import MediaError
-from vlmdata.media.resize import SizeRequest, most_pixels, target_size
+from vlmdata.media.resize import SizeRequest, target_size
 from vlmdata.reasons import Reason
 
-MOST = most_pixels(FAMILY)
+MOST = FAMILY.largest_image
 RUN = (16_384, 65_536)
 SIDES = st.integers(1, 400)
 BOUNDS = st.lists(st.integers(1024, 200_000), min_size=2, max_size=2).map(sorted)
@@ -81,7 +81,7 @@ def test_without_bounds_of_its_own_the_runs_hold(height: int, width: int) -> Non
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"max_pixels": 1023}, r"max_pixels is 1,023; the smallest image has 1,024 \(32²\)"),
+        ({"max_pixels": 1023}, r"max_pixels is 1,023; the smallest image has 1,024"),
         ({"max_pixels": MOST + 1}, "max_pixels is 16,777,217; at most 16,777,216 is possible"),
         ({"min_pixels": 10**12}, "min_pixels is 1,000,000,000,000; at most"),
         ({"min_pixels": 5000, "max_pixels": 4000}, "min_pixels is 5,000, more than max_pixels 4,000"),

@@ -16,6 +16,8 @@ REGISTRY = Registry[Family](
         "qwen3_5": "vlmdata.families.qwen3_5:FAMILY",
         "qwen3_vl": "vlmdata.families.qwen3_vl:FAMILY",
         "qwen2_5_vl": "vlmdata.families.qwen2_5_vl:FAMILY",
+        "internvl": "vlmdata.families.internvl:FAMILY",
+        "gemma4": "vlmdata.families.gemma4:FAMILY",
     },
 )
 #: The family of datasets whose manifest has none (format 1.0), and of tokenizers that do not specify one.

@@ -19,10 +19,16 @@ if TYPE_CHECKING:
     import torch
 
 CHANNELS = 3
+#: Bounds of qwen_vl_utils for images whose data requests a size, in tokens.
+_LEAST_TOKENS, _MOST_TOKENS = 4, 16_384
 
 
 class AspectRatioError(ValueError):
     """An image has an aspect ratio that the family's processor rejects."""
+
+
+class ImageBoundsError(ValueError):
+    """The family has no images within such bounds."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,16 @@ class Family:
     grounding: Grounding | None = None
 
     @property
+    def smallest_image(self) -> int:
+        """Smallest area of a resized image, in pixels: one token."""
+        return self.factor**2
+
+    @property
+    def largest_image(self) -> int:
+        """Largest area of a resized image that data may request, in pixels."""
+        return _MOST_TOKENS * self.factor**2
+
+    @property
     def image(self) -> Expansion:
         """How an image becomes tokens."""
         return next(each for each in self.items if each.kind == IMAGE)
@@ -151,6 +167,33 @@ class Family:
             new_height = math.ceil(height * scale / factor) * factor
             new_width = math.ceil(width * scale / factor) * factor
         return new_height, new_width
+
+    def requested_size(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the (height, width) of an image for which the data requests a height and a width, in pixels.
+
+        Source: ``fetch_image`` of qwen_vl_utils.
+
+        Raises:
+            AspectRatioError: If the aspect ratio is above :attr:`max_aspect_ratio`.
+            ImageBoundsError: If it is too large, or the family has no such requests.
+        """
+        if height * width > self.largest_image:
+            raise ImageBoundsError(
+                f"{width}x{height} (resized_width x resized_height) is more than {self.largest_image:,} pixels"
+            )
+        least = _LEAST_TOKENS * self.factor**2
+        return self.image_size(height, width, least, self.largest_image, least_side=self.factor)
+
+    def require_bounds(self, min_pixels: int, max_pixels: int) -> None:
+        """Checks the smallest and the largest area of an image, of the run or of the data; :meth:`image_size` has them.
+
+        Args:
+            min_pixels: At least :attr:`smallest_image`.
+            max_pixels: At least ``min_pixels``.
+
+        Raises:
+            ImageBoundsError: If the family does not take them; with the remedy.
+        """
 
     def require_aspect_ratio(self, height: int, width: int) -> None:
         """Checks the sides of a picture.
@@ -254,3 +297,15 @@ class Family:
         by_frame = out.view(len(out), CHANNELS, self.temporal_patch_size, self.patch_size**2)
         expand_patches(patches, self.image_mean, self.image_std, by_frame, copies)
         return out
+
+    def image_inputs(self, values: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns what transformers' model of the family takes for images, by argument.
+
+        Args:
+            values: (P, columns), the :meth:`pixel_values` of images one after another.
+            grids: (N, 3), patches of each along t, h, w.
+
+        Returns:
+            Exactly what its processor makes of the same images; by default ``pixel_values`` and ``image_grid_thw``.
+        """
+        return {"pixel_values": values, "image_grid_thw": grids}

@@ -22,6 +22,8 @@ class ChatFormat:
         begin: Text of the token that begins each conversation and document; "" without one.
         end_of_text: Text of the token that ends documents. A tokenizer without it ends them with its end token, or
             with ``turn_end``.
+        markup: Parts of the texts of special tokens that data may contain as text: they mark up content, such as boxes,
+            not turns or items.
     """
 
     turn_start: str
@@ -30,6 +32,7 @@ class ChatFormat:
     think: tuple[str, str] | None = None
     begin: str = ""
     end_of_text: str = "<|endoftext|>"
+    markup: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ CHATML = ChatFormat(
     turn_end="<|im_end|>",
     assistant_header="assistant\n",
     think=("<think>\n", "\n</think>\n\n"),
+    markup=("object_ref", "box", "quad"),
 )
 #: Boxes and points of Qwen2.5-VL, in pixels of the resized image. The tokens are those of Qwen2-VL, which later
 #: tokenizers have too. Sources: the cookbooks of Qwen2.5-VL and Qwen3-VL for JSON, ms-swift for the tokens.

@@ -76,6 +76,7 @@ class ImageDescription:
     scale: float | None  # current width divided by the file's; None if not recorded
     kind: str  # image or video
     frames: tuple[FrameDescription, ...]  # temporal patches of a video; none of an image
+    tile: tuple[int, int] | None = None  # row and column among the tiles of its image; None if it is no tile
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,7 +294,8 @@ def _images(
     found = []
     for number, ((t, h, w), of_item) in enumerate(zip(sample.grid_thw.tolist(), starts, strict=True)):
         source = recorded[number] if number < len(recorded) and isinstance(recorded[number], dict) else {}
-        width = source.get("width")
+        whole, tile = _tile(source, h * family.patch_size, w * family.patch_size)
+        width = None if "crop" in source else source.get("width")
         found.append(
             ImageDescription(
                 number=number,
@@ -305,12 +307,25 @@ def _images(
                 tokens=t * h * w // family.patches_per_token,
                 start=of_item[0],
                 source=source,
-                scale=w * family.patch_size / width if isinstance(width, int) and width > 0 else None,
+                scale=whole / width if isinstance(width, int) and width > 0 else None,
                 kind=sample.items[number].kind,
                 frames=frames_of(sample.items[number], of_item, source, family),
+                tile=tile,
             )
         )
     return tuple(found)
+
+
+def _tile(source: Mapping[str, Any], height: int, width: int) -> tuple[int, tuple[int, int] | None]:
+    """Returns the width of the resized image that a picture shows, and its row and column if it is a tile of it."""
+    part, of = source.get("part"), source.get("of")
+    if not (_are_sides(part, 4) and _are_sides(of, 2) and part[2:] == [height, width] and min(part[2:])):
+        return width, None
+    return of[1], (part[0] // height, part[1] // width)
+
+
+def _are_sides(found: Any, count: int) -> bool:
+    return isinstance(found, list) and len(found) == count and all(type(each) is int and each >= 0 for each in found)
 
 
 def rebuild_image(sample: Sample, number: int, family: Family, patch: int = 0) -> npt.NDArray[np.uint8]:

@@ -13,15 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families import Family
-from vlmdata.families.base import CHANNELS, AspectRatioError
+from vlmdata.families.base import CHANNELS, AspectRatioError, ImageBoundsError
 from vlmdata.media.error import MediaError
 from vlmdata.reasons import Reason
 
 if TYPE_CHECKING:
     import torch
-
-#: Bounds of qwen_vl_utils, in tokens, for explicit sizes. The data must not request more.
-_LEAST_TOKENS, _MOST_TOKENS = 4, 16_384
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,6 @@ class SizeRequest:
     max_pixels: int | None = None  # at most this many pixels
     resized_height: int | None = None  # height in pixels; used with ``resized_width``; these two override the bounds
     resized_width: int | None = None  # width in pixels
-
-
-def most_pixels(family: Family) -> int:
-    """Returns the largest image that data may request, in pixels."""
-    return _MOST_TOKENS * family.factor**2
 
 
 def target_size(
@@ -62,35 +54,31 @@ def target_size(
         return _target_size(height, width, request, bounds, family, what)
     except AspectRatioError as error:
         raise MediaError(Reason.ASPECT_RATIO, f"{what}: {error}") from error
+    except ImageBoundsError as error:
+        raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: {error}") from error
 
 
 def _target_size(
     height: int, width: int, request: SizeRequest, bounds: tuple[int, int], family: Family, what: str
 ) -> tuple[int, int]:
-    factor, most_possible = family.factor, most_pixels(family)
     if request.resized_height is not None and request.resized_width is not None:
-        if request.resized_height * request.resized_width > most_possible:
-            size = f"{request.resized_width}x{request.resized_height} (resized_width x resized_height)"
-            raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: {size} is more than {most_possible:,} pixels")
-        least_pixels = _LEAST_TOKENS * factor**2
-        return family.image_size(
-            request.resized_height, request.resized_width, least_pixels, most_possible, least_side=factor
-        )
+        return family.requested_size(request.resized_height, request.resized_width)
     if request.min_pixels is None and request.max_pixels is None:
         return family.image_size(height, width, *bounds)
     least, most = _bounds(request, bounds, family, what)
-    return family.image_size(height, width, least, most, least_side=factor)
+    family.require_bounds(least, most)
+    return family.image_size(height, width, least, most, least_side=family.factor)
 
 
 def _bounds(request: SizeRequest, bounds: tuple[int, int], family: Family, what: str) -> tuple[int, int]:
-    most_possible, smallest = most_pixels(family), family.factor**2
+    most_possible, smallest = family.largest_image, family.smallest_image
     for name, value in (("min_pixels", request.min_pixels), ("max_pixels", request.max_pixels)):
         if value is not None and value > most_possible:
             raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: {name} is {value:,}; at most {most_possible:,} is possible")
     if request.max_pixels is not None and request.max_pixels < smallest:
         raise MediaError(
             Reason.IMAGE_BOUNDS,
-            f"{what}: max_pixels is {request.max_pixels:,}; the smallest image has {smallest:,} ({family.factor}²)",
+            f"{what}: max_pixels is {request.max_pixels:,}; the smallest image has {smallest:,}",
         )
     least = bounds[0] if request.min_pixels is None else request.min_pixels
     most = bounds[1] if request.max_pixels is None else request.max_pixels

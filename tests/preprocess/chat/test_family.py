@@ -18,7 +18,7 @@ from preprocess.chat.tokenizer import family_of
 from preprocess.config import ImageConfig
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image
-from tests.families.reference import image_processor
+from tests.families.reference import FAMILIES, image_processor
 from tests.preprocess.command_line import Ended
 from vlmdata import StreamingLoader, open_dataset
 from vlmdata.errors import ConfigMismatchError
@@ -32,7 +32,7 @@ BOUNDS = ImageConfig(4096, 16_384)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same rows as a dataset of each family."""
+    """The same rows as a dataset of each family that the embedded tokenizer fits."""
     folder = tmp_path_factory.mktemp("families")
     rows = [
         {"messages": [turn("user", image_item(seed=n, width=70 + 30 * n), "?"), turn("assistant", "Noise.")]}
@@ -41,11 +41,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     source = write_jsonl(folder / "rows.jsonl", rows)
     return {
         name: build_dataset(source, folder / name, recipe="chat", image=BOUNDS, family=name, pad_multiple=4)
-        for name in REGISTRY
+        for name in FAMILIES
     }
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_dataset_of_each_family_is_sound_and_loads(built: dict[str, Path], name: str) -> None:
     assert verify_dataset(built[name]).faults == []
     dataset, made = open_dataset(built[name]), family(name)
@@ -60,7 +60,7 @@ def test_a_dataset_of_each_family_is_sound_and_loads(built: dict[str, Path], nam
         assert torch.equal(batch.pixel_values(), expected)
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_pixels_equal_those_of_the_familys_processor(built: dict[str, Path], name: str) -> None:
     sample, made = open_dataset(built[name])[1], family(name)
     stored = rebuild_image(sample, 0, made)

@@ -62,7 +62,7 @@ def test_bounds_default_to_those_of_the_family() -> None:
         (ImageConfig(5000, 4000), r"max_pixels is 4000, less than min_pixels 5000\. Set both"),
         (
             ImageConfig(min_pixels=1023),
-            r"min_pixels is 1023; it must be at least 1024 \(32², one token of family qwen3_5",
+            r"min_pixels is 1023; it must be at least 1024, the smallest image of family qwen3_5",
         ),
     ],
 )

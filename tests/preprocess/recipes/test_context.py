@@ -23,9 +23,10 @@ from preprocess.reject import RowRejected
 from preprocess.row import Row
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, encoded_image
+from tests.families.reference import FAMILIES
 from tests.preprocess.command_line import Ended
 from tests.preprocess.extend_pages import write_example
-from vlmdata.families import REGISTRY, family
+from vlmdata.families import family
 from vlmdata.inspect.sample import describe_sample
 from vlmdata.verify.dataset import verify_dataset
 
@@ -42,7 +43,7 @@ sides, bounds = st.integers(8, 300), st.none() | st.integers(4096, 65_536)
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(list(REGISTRY)),
+    name=st.sampled_from(list(FAMILIES)),
     height=sides,
     width=sides,
     turned=st.booleans(),

@@ -130,7 +130,7 @@ def _images(images: tuple[ImageDescription, ...]) -> Table:
         t, h, w = image.grid
         table.add_row(
             f"{image.number} (video)" if image.frames else str(image.number),
-            f"{image.width} × {image.height}",
+            f"{image.width} × {image.height}" + (f", tile {image.tile[0]}, {image.tile[1]}" if image.tile else ""),
             f"{h} × {w}" + (f" × {t}" if t > 1 else "") + f" = {image.patches:,}",
             f"{image.tokens:,}",
             f"{image.start:,}",

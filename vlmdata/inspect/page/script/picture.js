@@ -19,6 +19,24 @@ function mediaOf(sample, image) {
     `video ${image.number}: ${counted(image.frames.length, "temporal patch", "temporal patches")} of ${image.width} × ${image.height} pixels${left ? `, ${left} of them not in this file` : ""}, ${counted(image.tokens, "token")} from ${count(image.start)} on.${from}`));
 }
 
+// The tiles of an image stand in their places, all else one below the other.
+function allMedia(sample) {
+  const made = [];
+  let tiles = null;
+  for (const image of sample.images) {
+    const figure = mediaOf(sample, image);
+    if (!image.tile) {
+      tiles = null;
+      made.push(figure);
+      continue;
+    }
+    if (!tiles || !image.source.view) made.push(tiles = el("div", { class: "mosaic" }));
+    [figure.style.gridRow, figure.style.gridColumn] = image.tile.map((at) => String(at + 1));
+    tiles.append(figure);
+  }
+  return made;
+}
+
 function pictureOf(sample, image) {
   const [, high, wide] = image.grid, merge = image.merge, across = wide / merge, down = high / merge;
   const spot = svg("rect", { class: "spot", width: merge, height: merge, visibility: "hidden" });
@@ -41,6 +59,7 @@ function pictureOf(sample, image) {
     spot.setAttribute("y", merge * Math.floor(number / across));
   });
   if (image.frame) return el("figure", {}, box, el("figcaption", { class: "small soft" }, `${image.patch}:${timesOf(image.frame)}${image.told === null ? "" : `, told ${seconds(image.told)} s`}`));
+  if (image.tile) return el("figure", {}, box, el("figcaption", { class: "small soft" }, `image ${image.number}, from ${count(image.start)} on`));
   const source = image.source, steps = source.normalised || [];
   const from = source.width ? ` From a ${source.format} of ${source.width} × ${source.height}, ${source.mode}${steps.length ? `, normalised: ${steps.join(", ")}` : ""}` : "";
   return el("figure", {}, box, el("figcaption", { class: "small soft" },

@@ -39,7 +39,7 @@ function drawSample(sample) {
     el("span", {}, "↵ newline"), el("span", {}, "hover, or click and use ← →"));
   const buttons = el("div", { class: "row" }, toggle("unfold images", "u", false, toggleFolds), toggle("token bounds", "b", view.bounds, toggleBounds),
     toggle("patch grid", "g", view.grid, toggleGrid), toggle("token table", "t", false, toggleTable));
-  const images = sample.images.length ? el("div", { class: "panel" }, sample.images.map((image) => mediaOf(sample, image))) : null;
+  const images = sample.images.length ? el("div", { class: "panel" }, allMedia(sample)) : null;
   const tall = sample.images.some((image) => image.grid[1] > image.grid[2]);
   const reading = el("div", { class: "panel" }, legend, text.holder);
   detail.dataset.index = sample.index;

@@ -1,0 +1,152 @@
+"""The tokenizer and the processor of Gemma 4: the embedded tokenizer with its marks and a template of its form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from preprocess.assets import EMBEDDED_TOKENIZER
+
+#: Writes turns, images, tools and reasoning as the published template does. What it leaves out: parameters of tools.
+TEMPLATE = """
+{%- macro spoken(text) -%}
+    {%- set kept = namespace(text='') -%}
+    {%- for piece in text.split('<channel|>') -%}
+        {%- set kept.text = kept.text + piece.split('<|channel>')[0] -%}
+    {%- endfor -%}
+    {{- kept.text | trim -}}
+{%- endmacro -%}
+{%- macro value(given) -%}
+    {%- if given is string -%}
+        {{- '<|"|>' + given + '<|"|>' -}}
+    {%- else -%}
+        {{- given | tojson -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro fields(given) -%}
+    {%- for name, each in given | dictsort -%}
+        {{- name + ':' + value(each) + ('' if loop.last else ',') -}}
+    {%- endfor -%}
+{%- endmacro -%}
+{%- set rest = messages -%}
+{{- bos_token -}}
+{%- if enable_thinking or tools or messages[0].role == 'system' -%}
+    {{- '<|turn>system\\n' -}}
+    {%- if enable_thinking -%}
+        {{- '<|think|>\\n' -}}
+    {%- endif -%}
+    {%- if messages[0].role == 'system' -%}
+        {{- messages[0].content | trim -}}
+        {%- set rest = messages[1:] -%}
+    {%- endif -%}
+    {%- for tool in tools or [] -%}
+        {{- '<|tool>declaration:' + tool.function.name + '{description:' + value(tool.function.description) -}}
+        {{- '}<tool|>' -}}
+    {%- endfor -%}
+    {{- '<turn|>\\n' -}}
+{%- endif -%}
+{%- set last = namespace(user=-1, role='') -%}
+{%- for message in rest if message.role == 'user' -%}
+    {%- set last.user = rest.index(message) -%}
+{%- endfor -%}
+{%- for message in rest if message.role != 'tool' -%}
+    {%- set role = 'model' if message.role == 'assistant' else message.role -%}
+    {%- if not (role == 'model' and last.role == 'model') -%}
+        {{- '<|turn>' + role + '\\n' -}}
+    {%- endif -%}
+    {%- set last.role = role -%}
+    {%- if message.reasoning_content and message.tool_calls and rest.index(message) > last.user -%}
+        {{- '<|channel>thought\\n' + message.reasoning_content + '\\n<channel|>' -}}
+    {%- endif -%}
+    {%- for call in message.tool_calls or [] -%}
+        {{- '<|tool_call>call:' + call.function.name + '{' + fields(call.function.arguments) + '}<tool_call|>' -}}
+    {%- endfor -%}
+    {%- set after = rest[rest.index(message) + 1] if rest.index(message) + 1 < rest | length else {} -%}
+    {%- if message.tool_calls and after.role == 'tool' -%}
+        {{- '<|tool_response>response:' + message.tool_calls[0].function.name + '{value:' -}}
+        {{- value(after.content) + '}<tool_response|>' -}}
+    {%- endif -%}
+    {%- set words -%}
+        {%- if message.content is string -%}
+            {{- spoken(message.content) if role == 'model' else message.content | trim -}}
+        {%- else -%}
+            {%- for part in message.content -%}
+                {%- if part.type == 'image' -%}
+                    {{- '<|image|>' -}}
+                {%- elif part.type == 'text' -%}
+                    {{- spoken(part.text) if role == 'model' else part.text | trim -}}
+                {%- endif -%}
+            {%- endfor -%}
+        {%- endif -%}
+    {%- endset -%}
+    {{- words -}}
+    {%- if not message.tool_calls or (after.role == 'tool' and words) -%}
+        {{- '<turn|>\\n' -}}
+    {%- elif after.role != 'tool' -%}
+        {{- '<|tool_response>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|turn>model\\n' -}}
+    {%- if not enable_thinking -%}
+        {{- '<|channel>thought\\n<channel|>' -}}
+    {%- endif -%}
+{%- endif -%}
+"""
+_NAMED = {
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+}
+_EXTRA = {
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "image_token": "<|image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+    "audio_token": "<|audio|>",
+}
+_OTHERS = (
+    *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|video|>", '<|"|>'),
+    *("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+)
+
+
+def write_tokenizer(folder: Path, template: str = TEMPLATE) -> str:
+    """Writes the tokenizer's files; returns the folder."""
+    folder.mkdir(parents=True)
+    fields = json.loads((EMBEDDED_TOKENIZER / "tokenizer.json").read_text())
+    first = fields["added_tokens"][0]
+    fields["added_tokens"] = [
+        first | {"id": first["id"] + number, "content": text, "special": True}
+        for number, text in enumerate((*_NAMED.values(), *_EXTRA.values(), *_OTHERS))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "processor_class": "Gemma4Processor",
+        "extra_special_tokens": _EXTRA,
+        **_NAMED,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder)
+
+
+def processor(hf: Any, budget: int) -> Any:
+    """Returns transformers' processor for this tokenizer and budget of tokens."""
+    from transformers.models.gemma4 import (
+        Gemma4AudioFeatureExtractor,
+        Gemma4ImageProcessor,
+        Gemma4Processor,
+        Gemma4VideoProcessor,
+    )
+
+    return Gemma4Processor(
+        Gemma4AudioFeatureExtractor(),
+        Gemma4ImageProcessor(max_soft_tokens=budget),
+        hf,
+        Gemma4VideoProcessor(),
+        chat_template=hf.chat_template,
+    )

@@ -1,0 +1,125 @@
+"""Families of other kinds than Qwen's, each with its tokenizer and processor, and conversations to try."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from PIL import Image
+
+from preprocess.config import ImageConfig
+from preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from tests.conftest import encoded_image
+from tests.families import gemma4_files, internvl_files
+from tests.families.reference import TILE, TOKEN
+from vlmdata.media.decode import decode_image
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family and what transformers has for it."""
+
+    name: str
+    write_tokenizer: Callable[[Path], str]
+    processor: Callable[[Any], Any]  # of a tokenizer, with the bounds of ``image``
+    image: ImageConfig  # bounds to try it with
+    marks: tuple[str, ...]  # texts of special tokens
+    ending: str  # text that ends an assistant turn, as it is learned
+    trimmed: bool  # whether the template trims messages
+
+
+KINDS = {
+    "internvl": Kind(
+        "internvl",
+        internvl_files.write_tokenizer,
+        lambda hf: internvl_files.processor(hf, max_tiles=3),
+        ImageConfig(TILE**2, 3 * TILE**2),
+        ("<IMG_CONTEXT>", "<img>", "</img>", "<video>", "<|im_start|>assistant\n", "<|im_end|>"),
+        "<|im_end|>\n",
+        trimmed=False,
+    ),
+    "gemma4": Kind(
+        "gemma4",
+        gemma4_files.write_tokenizer,
+        lambda hf: gemma4_files.processor(hf, budget=70),
+        ImageConfig(max_pixels=70 * TOKEN),
+        (
+            "<|image|>",
+            "<|image>",
+            "<image|>",
+            "<bos>",
+            "<|turn>model\n",
+            "<turn|>",
+            "<|channel>thought\n",
+            "<channel|>",
+        ),
+        "<turn|>\n",
+        trimmed=True,
+    ),
+}
+
+
+def _special(mode: str, orientation: int) -> bytes:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.random.default_rng(7).integers(0, 256, (40, 70, len(mode)), np.uint8)
+    Image.fromarray(pixels).save(file, "PNG", exif=exif)
+    return file.getvalue()
+
+
+#: Of several aspect ratios, an extreme one among them; one that EXIF turns, and one with transparency.
+PICTURES = [
+    *(ImagePart(encoded_image(width, height, seed=width)) for width, height in ((64, 64), (90, 40), (2, 150))),
+    ImagePart(_special("RGB", 6)),
+    ImagePart(_special("RGBA", 1)),
+]
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+@st.composite
+def conversations(draw: st.DrawFn, kind: Kind) -> Conversation:
+    """Turns with images between texts, of any text, empty turns and the texts of special tokens among them."""
+    words = texts | st.sampled_from(["\n\n", " ", "", *kind.marks])
+    messages = []
+    if draw(st.booleans()):
+        messages.append(Message("system", (TextPart(draw(texts)),)))
+    for _ in range(draw(st.integers(1, 3))):
+        contents = draw(st.lists(words | st.sampled_from(PICTURES), min_size=1, max_size=4))
+        parts = tuple(TextPart(part) if isinstance(part, str) else part for part in contents)
+        messages.append(Message("user", parts))
+        messages.append(Message("assistant", (TextPart(draw(texts) + "." + draw(words)),)))
+    return Conversation(tuple(messages))
+
+
+def of_the_processor(kind: Kind, hf: Any, conversation: Conversation) -> Any:
+    """What transformers' processor makes of a conversation."""
+    messages = []
+    for message in conversation.messages:
+        content = [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": "image", "image": _opened(part)}
+            for part in message.parts
+            if isinstance(part, TextPart | ImagePart)
+        ]
+        # As rendered for us: texts alone are one string.
+        messages.append({"role": message.role, "content": content if any(message.images) else message.text})
+    return kind.processor(hf).apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+
+
+def _opened(part: ImagePart) -> Image.Image:
+    """The file as transformers loads it, turned as EXIF says; on white, where it would make transparency black."""
+    from transformers.image_utils import load_image
+
+    opened = Image.open(io.BytesIO(part.data))
+    return load_image(opened) if opened.mode == "RGB" else Image.fromarray(decode_image(part.data, 1 << 20).pixels)
+
+
+def spoken(conversation: Conversation) -> str:
+    """All that a conversation says."""
+    return "".join(message.text for message in conversation.messages)
