@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.lora.sites import Site
+from model.lora.sites import LoraSite
 from model.network.wrapping import ExpertsWrapper, LinearWrapper
 
 #: An adapter as PEFT has it: input matrix (r, k) and output matrix (n, r); of experts (e, r, k) and (e, n, r).
@@ -25,7 +25,7 @@ Factors = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Form:
+class AdapterForm:
     """What all adapters share."""
 
     rank: int
@@ -47,8 +47,8 @@ class LinearAdapter(LinearWrapper):
 
     def __init__(
         self,
-        sites: tuple[Site, ...],
-        form: Form,
+        sites: tuple[LoraSite, ...],
+        form: AdapterForm,
         like: Tensor,
         rows: Tensor,
         owner: Tensor,
@@ -116,7 +116,9 @@ class ExpertAdapters(ExpertsWrapper):
         experts: Numbers of the first expert and of the one after the last.
     """
 
-    def __init__(self, sites: Mapping[str, Site], form: Form, like: Tensor, experts: tuple[int, int]) -> None:
+    def __init__(
+        self, sites: Mapping[str, LoraSite], form: AdapterForm, like: Tensor, experts: tuple[int, int]
+    ) -> None:
         super().__init__()
         assert not form.dropout
         self.sites, self.form, self.experts = dict(sites), form, experts

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from model.architecture import Architecture
 from model.families import spec_of
-from model.lora.adapters import ExpertAdapters, Factors, Form, LinearAdapter
+from model.lora.adapters import AdapterForm, ExpertAdapters, Factors, LinearAdapter
 from model.lora.options import LoraOptions
-from model.lora.sites import LoraError, Site, chosen, group_of, sites_of
+from model.lora.sites import LoraError, LoraSite, chosen, group_of, sites_of
 from model.network.wrapping import WRAPPER, WrappableLinear, is_of_wrapper, wrap, wrap_experts
 from model.weight_names.table import ParameterMap, canonical_names
 
@@ -38,14 +38,14 @@ class Plan:
     """
 
     options: LoraOptions
-    sites: dict[str, Site]
+    sites: dict[str, LoraSite]
     maps: dict[str, ParameterMap] = field(repr=False)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> AdapterForm:
         """Rank, scale and dropout."""
         assert self.options.rank is not None
-        return Form(self.options.rank, self.options.scale, self.options.dropout)
+        return AdapterForm(self.options.rank, self.options.scale, self.options.dropout)
 
     def maps_of(self, canonical: str) -> ParameterMap:
         """Returns the entry of a weight; an output layer that is a copy of the embedding has the embedding's."""
@@ -206,6 +206,6 @@ def _initialise(adapter: Adapter, seed: int) -> None:
     adapter.fill(factors)
 
 
-def _zeros(site: Site, rank: int) -> Tensor:
+def _zeros(site: LoraSite, rank: int) -> Tensor:
     shape = (site.rows, rank)
     return torch.zeros((site.experts, *shape) if site.experts else shape)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from model.architecture import Architecture
 from model.flops import StepFlops
-from model.lora.sites import Site
+from model.lora.sites import LoraSite
 
 
-def with_adapters(flops: StepFlops, sites: Iterable[Site], rank: int, architecture: Architecture) -> StepFlops:
+def with_adapters(flops: StepFlops, sites: Iterable[LoraSite], rank: int, architecture: Architecture) -> StepFlops:
     """Returns a formula with the FLOP of adapters added.
 
     Args:

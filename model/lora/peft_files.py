@@ -19,14 +19,14 @@ from torch import Tensor
 
 from model.lora.adapters import Factors
 from model.lora.options import LoraOptions
-from model.lora.sites import LoraError, Site
+from model.lora.sites import LoraError, LoraSite
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
 def write_adapter(
-    folder: Path, factors: Mapping[str, Factors], sites: Mapping[str, Site], options: LoraOptions, base: str | None
+    folder: Path, factors: Mapping[str, Factors], sites: Mapping[str, LoraSite], options: LoraOptions, base: str | None
 ) -> int:
     """Writes an adapter. Returns the bytes of its tensors.
 
@@ -50,7 +50,7 @@ def write_adapter(
     return sum(each.nbytes for each in tensors.values())
 
 
-def read_adapter(folder: Path, wanted: Mapping[str, Site], options: LoraOptions) -> dict[str, Factors]:
+def read_adapter(folder: Path, wanted: Mapping[str, LoraSite], options: LoraOptions) -> dict[str, Factors]:
     """Reads the factors of an adapter by name of the site.
 
     Raises:
@@ -71,7 +71,7 @@ def read_adapter(folder: Path, wanted: Mapping[str, Site], options: LoraOptions)
         raise LoraError(f"lora.weights {folder}: {TENSORS} cannot be read: {error}") from error
 
 
-def _factors(folder: Path, site: Site, options: LoraOptions, a: Tensor, b: Tensor) -> Factors:
+def _factors(folder: Path, site: LoraSite, options: LoraOptions, a: Tensor, b: Tensor) -> Factors:
     rank, count = options.rank, max(1, site.experts)
     assert rank is not None
     shapes = (count * rank, site.columns), (site.rows, rank * count)
@@ -86,7 +86,7 @@ def _factors(folder: Path, site: Site, options: LoraOptions, a: Tensor, b: Tenso
     return a.unflatten(0, (count, rank)), b.unflatten(1, (rank, count)).permute(2, 0, 1)
 
 
-def _keys(site: Site, adapted: Mapping[str, Site]) -> tuple[str, str]:
+def _keys(site: LoraSite, adapted: Mapping[str, LoraSite]) -> tuple[str, str]:
     """Returns the names of a site's two tensors."""
     place = site.name
     if site.experts:
@@ -97,7 +97,7 @@ def _keys(site: Site, adapted: Mapping[str, Site]) -> tuple[str, str]:
 
 
 def _config(
-    adapted: Mapping[str, Site], sites: Mapping[str, Site], options: LoraOptions, base: str | None
+    adapted: Mapping[str, LoraSite], sites: Mapping[str, LoraSite], options: LoraOptions, base: str | None
 ) -> dict[str, Any]:
     single = {name: site for name, site in adapted.items() if not site.experts}
     spread = {name: site for name, site in adapted.items() if site.experts}
@@ -119,13 +119,13 @@ def _config(
     }
 
 
-def _short(adapted: Mapping[str, Site], sites: Mapping[str, Site], parts: int = 1) -> list[str]:
+def _short(adapted: Mapping[str, LoraSite], sites: Mapping[str, LoraSite], parts: int = 1) -> list[str]:
     """Returns the ends of names that mean exactly these sites, or whole names.
 
     In the tower, an end has two parts: transformers also has a convolution ``proj`` there.
     """
 
-    def end(site: Site) -> str:
+    def end(site: LoraSite) -> str:
         count = 2 if site.group in ("vision", "merger") else parts
         return ".".join(site.name.split(".")[-count:])
 

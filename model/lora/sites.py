@@ -36,7 +36,7 @@ class LoraError(VlmdataError):
 
 
 @dataclass(frozen=True)
-class Site:
+class LoraSite:
     """A matrix that can have an adapter, or the matrices of all experts of a layer.
 
     Attributes:
@@ -58,20 +58,20 @@ class Site:
         return max(1, self.experts) * rank * (self.rows + self.columns)
 
 
-def sites_of(maps: Mapping[str, ParameterMap]) -> dict[str, Site]:
+def sites_of(maps: Mapping[str, ParameterMap]) -> dict[str, LoraSite]:
     """Returns the sites of a model by name, from its weight name table for weights as transformers holds them."""
-    found: dict[str, Site] = {}
+    found: dict[str, LoraSite] = {}
     for canonical, entry in maps.items():
         group = group_of(canonical)
         for source in entry.sources if group else ():
             name = source.name.removesuffix(".weight")
             if source.index is None:
                 rows, columns = source.shape
-                found[name] = Site(name, group, rows, columns)
+                found[name] = LoraSite(name, group, rows, columns)
             elif name not in found:
                 # The shape of the parameter, since files may hold experts transposed.
                 rows, columns = entry.shape
-                found[name] = Site(name, group, rows, columns, source.shape[0])
+                found[name] = LoraSite(name, group, rows, columns, source.shape[0])
     return found
 
 
@@ -83,7 +83,7 @@ def group_of(canonical: str) -> str:
     return next((group for pattern, group in _GROUP_OF if re.fullmatch(pattern, stem)), "")
 
 
-def chosen(sites: Mapping[str, Site], options: LoraOptions, others: Sequence[str] = ()) -> dict[str, Site]:
+def chosen(sites: Mapping[str, LoraSite], options: LoraOptions, others: Sequence[str] = ()) -> dict[str, LoraSite]:
     """Returns the sites that a run adapts.
 
     Args:
@@ -114,14 +114,14 @@ def chosen(sites: Mapping[str, Site], options: LoraOptions, others: Sequence[str
     return found
 
 
-def _fits(site: Site, target: str) -> bool:
+def _fits(site: LoraSite, target: str) -> bool:
     """Whether a target means a site. Those of multi-token prediction must be named."""
     if site.group == "mtp" and "mtp" not in target:
         return False
     return site.group == target or any(fnmatch.fnmatchcase(site.name, each) for each in (target, f"*.{target}"))
 
 
-def _unfit(target: str, sites: Mapping[str, Site], others: Sequence[str]) -> LoraError:
+def _unfit(target: str, sites: Mapping[str, LoraSite], others: Sequence[str]) -> LoraError:
     name = target.removesuffix(".weight")
     seen = next((each for each in sites.values() if each.group in ("vision", "merger") and _fits(each, name)), None)
     if seen is not None:
@@ -137,7 +137,7 @@ def _unfit(target: str, sites: Mapping[str, Site], others: Sequence[str]) -> Lor
     return LoraError(f"lora.targets: {target!r} {why}. There are {_listed(sites)}")
 
 
-def _listed(sites: Mapping[str, Site]) -> str:
+def _listed(sites: Mapping[str, LoraSite]) -> str:
     by_group: dict[str, list[str]] = {}
     for site in sites.values():
         if site.group in GROUPS:

@@ -22,7 +22,7 @@ _SYSTEM_COLUMNS = ("system", "system_prompt")
 
 
 @dataclass(frozen=True)
-class Form:
+class ChatForm:
     """The turns of a row.
 
     Attributes:
@@ -39,7 +39,7 @@ def fits(columns: Collection[str]) -> bool:
     return any(column in columns for column in LIST_COLUMNS) or any(set(pair) <= set(columns) for pair in PAIRS)
 
 
-def read_form(values: Mapping[str, Any]) -> Form:
+def read_form(values: Mapping[str, Any]) -> ChatForm:
     """Returns the turns of a row, preceded by a system prompt from its own column.
 
     Args:
@@ -67,9 +67,9 @@ def read_form(values: Mapping[str, Any]) -> Form:
             raise RowRejected(
                 Reason.MALFORMED_MESSAGES, f"history and {name} are both given; move its turns into {name} and drop it"
             )
-        form = Form(tuple(_list(values[name], name)), frozenset({name, "history"}))
+        form = ChatForm(tuple(_list(values[name], name)), frozenset({name, "history"}))
     _refuse_split_calls(form.turns)
-    return Form(_with_system_prompt(values, form.turns), form.columns)
+    return ChatForm(_with_system_prompt(values, form.turns), form.columns)
 
 
 def _pair(values: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -86,7 +86,7 @@ def _pair(values: Mapping[str, Any]) -> tuple[str, str] | None:
     return (questions[0], answers[0]) if len(questions) == len(answers) == 1 else None
 
 
-def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
+def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> ChatForm:
     columns = {question, answer, "history"}
     turns = list(_history(values.get("history")))
     if (prompt := _messages(values[question])) is not None:
@@ -103,7 +103,7 @@ def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
         turns += _list(completion, answer)
     else:
         turns.append(text_turn("assistant", values[answer], answer))
-    return Form(tuple(turns), frozenset(columns))
+    return ChatForm(tuple(turns), frozenset(columns))
 
 
 def _history(history: Any) -> Iterator[RowTurn]:

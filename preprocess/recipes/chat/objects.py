@@ -33,7 +33,7 @@ class BoxForm(StrEnum):
 
 
 @dataclass(frozen=True)
-class Objects:
+class RowObjects:
     """What the column of a row holds.
 
     Attributes:
@@ -130,7 +130,7 @@ def _refuse_elsewhere(messages: Iterable[Message]) -> None:
                 )
 
 
-def _read(column: Any, form: BoxForm, keys: KeyLog) -> Objects:
+def _read(column: Any, form: BoxForm, keys: KeyLog) -> RowObjects:
     if isinstance(column, str):
         column = parse_json(column, COLUMN)
     if not isinstance(column, Mapping):
@@ -153,7 +153,7 @@ def _read(column: Any, form: BoxForm, keys: KeyLog) -> Objects:
         _box(box, image, f"{COLUMN}.bbox[{i}]", _UNITS[kind], written)
         for i, (box, image) in enumerate(zip(boxes, of_images, strict=True))
     ]
-    return Objects(made, [_name(name, f"{COLUMN}.ref[{i}]", form) for i, name in enumerate(names)])
+    return RowObjects(made, [_name(name, f"{COLUMN}.ref[{i}]", form) for i, name in enumerate(names)])
 
 
 def _list(column: Mapping[str, Any], key: str) -> list[Any]:

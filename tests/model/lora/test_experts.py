@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
-from model.lora.adapters import ExpertAdapters, Form
-from model.lora.sites import Site
+from model.lora.adapters import AdapterForm, ExpertAdapters
+from model.lora.sites import LoraSite
 from model.network.wrapping import wrap_experts, wrappable_group
 from tests.model.helpers import relative
 
@@ -39,8 +39,10 @@ def made(stack: bool) -> tuple[Any, ExpertAdapters]:
     experts: Any = nn.Module()
     experts.linear_fc1 = wrappable_group(Grouped)(16, 8)
     experts.linear_fc2 = wrappable_group(Grouped)(8, 16)
-    site = Site("experts.gate_up_proj", "experts", 16, 8, len(COUNTS))
-    adapter = ExpertAdapters({"linear_fc1": site}, Form(4, 0.5, 0.0), experts.linear_fc1.weight0, (0, len(COUNTS)))
+    site = LoraSite("experts.gate_up_proj", "experts", 16, 8, len(COUNTS))
+    adapter = ExpertAdapters(
+        {"linear_fc1": site}, AdapterForm(4, 0.5, 0.0), experts.linear_fc1.weight0, (0, len(COUNTS))
+    )
     for parameter in adapter.parameters():
         nn.init.normal_(parameter)
     wrap_experts(experts, adapter, stack)

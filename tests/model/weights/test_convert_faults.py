@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_named(
 def test_a_checkpoint_that_a_run_removes_meanwhile_is_named(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, count = model.weights.convert._read, 0
+    read, count = model.weights.convert.read_piece, 0
 
     def removed(*arguments: Any) -> Any:
         nonlocal count
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_named(
             shutil.rmtree(checkpoint)
         return read(*arguments)
 
-    monkeypatch.setattr(model.weights.convert, "_read", removed)
+    monkeypatch.setattr(model.weights.convert, "read_piece", removed)
     with pytest.raises(WeightsError, match=rf"^{checkpoint} was removed while it was read, .*\(run\.keep\)"):
         to_hf(checkpoint, tmp_path / "out")
     assert names_in(tmp_path) == []

@@ -27,6 +27,7 @@ VALUES = {
     "allow_private_host": ("localhost", "--allow-urls"),
     "train_turns": ("last",),
     "train_think": ("never",),
+    "chat_template_kwargs": ('{"enable_thinking": false}',),
 }
 
 

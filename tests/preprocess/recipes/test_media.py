@@ -116,7 +116,8 @@ class TestPaths:
     def test_a_file_over_the_limit_is_not_read(self, root, kind):
         (root / "big.png").write_bytes(b"1234")
         found = rejection(MediaLoader(str(root), False), "big.png", replace(kind, most_bytes=3))
-        assert (found.reason, found.message) == (kind.too_large, "images[3]: big.png has 4 bytes, over 3")
+        assert found.reason is kind.too_large
+        assert found.message.startswith("images[3]: big.png has 4 bytes, over 3; ")
 
     def test_without_a_root_every_path_is_refused_with_the_remedy(self, root):
         found = rejection(MediaLoader(None, False), str(root / "a.png"))
@@ -295,7 +296,7 @@ class TestUrls:
     def test_a_download_stops_at_the_limit(self, site):
         found = rejection(loader(), site.url("/endless.png"), replace(IMAGES, most_bytes=1 << 20))
         assert found.reason is Reason.IMAGE_TOO_LARGE
-        assert found.message.endswith("gives more than 1048576 bytes")
+        assert "gives more than 1048576 bytes; " in found.message
 
     def test_connection_refused(self, monkeypatch):
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
