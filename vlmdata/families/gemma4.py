@@ -137,7 +137,7 @@ class Gemma4(Family):
             for rows, columns in sizes
         ]
         return {
-            "pixel_values": pad_sequence(list(pixels.split([len(each) for each in places])), batch_first=True),
+            "pixel_values": pad_sequence(list(torch.split(pixels, [len(each) for each in places])), batch_first=True),
             "image_position_ids": pad_sequence([each.flip(1) for each in places], batch_first=True, padding_value=-1),
         }
 

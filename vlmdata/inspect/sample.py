@@ -318,14 +318,17 @@ def _images(
 
 def _tile(source: Mapping[str, Any], height: int, width: int) -> tuple[int, tuple[int, int] | None]:
     """Returns the width of the resized image that a picture shows, and its row and column if it is a tile of it."""
-    part, of = source.get("part"), source.get("of")
-    if not (_are_sides(part, 4) and _are_sides(of, 2) and part[2:] == [height, width] and min(part[2:])):
+    part, of = _sides(source.get("part"), 4), _sides(source.get("of"), 2)
+    if part is None or of is None or part[2:] != [height, width] or not min(part[2:]):
         return width, None
     return of[1], (part[0] // height, part[1] // width)
 
 
-def _are_sides(found: Any, count: int) -> bool:
-    return isinstance(found, list) and len(found) == count and all(type(each) is int and each >= 0 for each in found)
+def _sides(found: Any, count: int) -> list[int] | None:
+    """Returns a list of so many sides or offsets of a picture, or None if it is none."""
+    if isinstance(found, list) and len(found) == count and all(type(each) is int and each >= 0 for each in found):
+        return found
+    return None
 
 
 def rebuild_image(sample: Sample, number: int, family: Family, patch: int = 0) -> npt.NDArray[np.uint8]:
