@@ -237,7 +237,7 @@ class Conversation:
         _require_tuple("Conversation.unknown", self.unknown, (str,), "str")
         _require_weight("Conversation.loss_weight", self.loss_weight)
         _require_columns("Conversation.columns", self.columns)
-        _require_names("Conversation.template_arguments", self.template_arguments)
+        _require_arguments("Conversation.template_arguments", self.template_arguments)
 
     @property
     def images(self) -> list[ImagePart]:
@@ -327,9 +327,21 @@ def _require_columns(name: str, columns: Any) -> None:
         raise ValueError(f"{name} holds text that is not Unicode: {error}") from error
 
 
-def _require_names(name: str, values: Any) -> None:
+def _require_arguments(name: str, values: Any) -> None:
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise TypeError(f"{name} is {values!r}; it must map names to values")
+    if fault := arguments_fault(values):
+        raise ValueError(f"{name}{fault}")
+
+
+def arguments_fault(values: Mapping[str, Any]) -> str:
+    """Says why JSON does not hold arguments of the chat template, as the rest of a sentence; "" if it does."""
+    for name, value in values.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            return f".{name} is {value!r}, which JSON does not hold: {error}"
+    return ""
 
 
 def _kind(value: Any) -> str:

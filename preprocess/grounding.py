@@ -19,6 +19,8 @@ class Unit(StrEnum):
     PIXELS = "pixels"
     #: Shares of the image's width and height.
     ONE = "0..1"
+    #: Percent of the image's width and height.
+    HUNDRED = "0..100"
     #: Thousandths of the image's width and height.
     THOUSAND = "0..1000"
 

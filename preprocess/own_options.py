@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vlmdata.errors import VlmdataError
 from vlmdata.registry import Registry, problem_of
+from vlmdata.wording import either
 
 #: Types with words as values.
 _WORDS: Mapping[Any, tuple[Any, ...]] = {bool: (True, False), NoneType: (None,)}
@@ -142,7 +143,7 @@ def _others(registry: Registry[Any], given: Iterable[str]) -> str:
     """Names the built-in ones that have all of these options; empty if there is none."""
     declared = {name: {field.name for field in dataclasses.fields(options_class(registry, name))} for name in registry}
     others = [name for name, names in declared.items() if names.issuperset(given)]
-    return f" ({registry.option} {' or '.join(others)} has it)" if others else ""
+    return f" ({registry.option} {either(others)} has it)" if others else ""
 
 
 def _listed(registry: Registry[Any], name: str) -> str:

@@ -17,6 +17,8 @@ RECIPES = Registry[Any](
         "chat": "preprocess.recipes.chat:Chat",
         "text": "preprocess.recipes.text:Text",
         "caption": "preprocess.recipes.caption:Caption",
+        "vqa": "preprocess.recipes.vqa:Vqa",
+        "grounding": "preprocess.recipes.grounding:GroundingRows",
     },
     SourceError,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """A count with its noun: ``1 shard``, ``2,000 shards``, ``0 shards``.
@@ -21,6 +23,12 @@ def with_article(word: str) -> str:
     """
     vowel = word[:1].lower() in tuple("aeio")  # of words with u, this project uses "user" and "uint8"
     return f"{'an' if vowel else 'a'} {word}"
+
+
+def either(words: Sequence[str]) -> str:
+    """Returns words as a choice: ``a, b or c``."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def duration(seconds: float) -> str:

@@ -191,8 +191,13 @@ def _require_stretch(
     if answer is None:
         return
     turn = turns[number]
-    # Templates treat reasoning inside the text as a think block, and drop it from earlier turns.
     think = tokenizer.family.chat.think
+    if think and turn.answer > turn.body and text.startswith(think[0].strip(), turn.answer):
+        raise template_error(
+            f"wrote a think block in assistant turn {number + 1}, and the one in the message's text after it; give "
+            "that reasoning as reasoning_content"
+        )
+    # Other templates treat reasoning inside the text as a think block, and drop it from earlier turns.
     words = answer.text.rpartition(think[1].strip())[2] if think else answer.text
     if missing_piece([words], text[turn.body : turn.stop]) is not None:
         raise template_error(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from preprocess.config import PreprocessConfig, data_option, run_option
 from preprocess.registries import ENGINES
+from preprocess.run.limits import parse_limits
 from vlmdata.options import OptionHelp
 
 
@@ -19,7 +20,7 @@ class PreprocessCommand:
         str | None,
         OptionHelp(
             "Dataset to make or continue: a folder, or s3://, gs:// or az:// of one in a bucket. Required, except "
-            "with --trace.",
+            "with --trace or --lengths.",
             flags=("--out", "-o"),
         ),
     ] = None
@@ -99,6 +100,14 @@ class PreprocessCommand:
             "Write nothing; show the recipe's and tokenizer's result for this row, or the traceback.", metavar="ROW"
         ),
     ] = None
+    lengths: Annotated[
+        str | None,
+        run_option(
+            "Write nothing; report what these limits for --max-length would cost in samples and tokens, and the images "
+            "that cause it: `4096,8192,16384`.",
+            metavar="N,N",
+        ),
+    ] = None
     as_json: Annotated[
         bool,
         run_option("Print the summary as JSON on stdout, and progress as lines of JSON on stderr.", flags=("--json",)),
@@ -129,5 +138,10 @@ class PreprocessCommand:
             raise ValueError("--trace prints text; omit --json")
         if self.part is not None and self.trace is not None:
             raise ValueError("--trace shows one row and makes no shards; omit --part")
+        if self.lengths is not None:
+            parse_limits(self.lengths)
+            for name in ("trace", "part", "holdout"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--lengths makes no dataset; omit --{name}")
         if self.part is not None and self.overwrite:
             raise ValueError("--overwrite would remove the shards of other parts; omit it, or remove the folder")

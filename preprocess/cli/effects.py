@@ -14,6 +14,7 @@ from preprocess.registries import RECIPES
 from preprocess.sources.open import DEMO
 from vlmdata.errors import SourceError
 from vlmdata.locations import is_url
+from vlmdata.wording import either
 
 _TURN_OPTIONS = frozenset({"train_turns", "train_think", "chat_template_kwargs"})
 _MEDIA_OPTIONS = frozenset({"image_root", "allow_urls", "allow_private_host"})
@@ -43,7 +44,7 @@ def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> 
     recipe = config.recipe
     make_options(RECIPES, recipe, config.recipe_options)
     for name in sorted((RECIPE_DEPENDENT - obeyed(recipe)).intersection(given)):
-        others = " or ".join(other for other in RECIPES if name in obeyed(other))
+        others = either([other for other in RECIPES if name in obeyed(other)])
         raise SourceError(f"{flag(name)} has no effect with --recipe {recipe}. Omit it, or choose --recipe {others}.")
     if config.overlong == Overlong.SPLIT and Document not in _makes(recipe):
         raise SourceError(

@@ -45,6 +45,8 @@ def preprocess(
 
     - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --trace 17`
 
+    - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --lengths 4096,8192,16384`
+
     - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --out data/chat --part 3/16`
 
     - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --out data/chat --engine ray --ray-address auto`
@@ -78,7 +80,7 @@ def preprocess(
         command = replace(filled(PreprocessCommand, values), source=source, given=given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if command.out is None and command.trace is None:
+    if command.out is None and command.trace is None and command.lengths is None:
         raise typer.BadParameter("missing; give the dataset directory to make", param_hint="--out")
     raise typer.Exit(run_command(command))
 

@@ -18,22 +18,26 @@ from rich.markup import escape
 from preprocess.chat.tokenizer import family_of, load_tokenizer
 from preprocess.cli.command import PreprocessCommand
 from preprocess.cli.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
+from preprocess.cli.lengths_text import print_lengths
 from preprocess.cli.locations import output_store, source_place
 from preprocess.cli.progress import ProgressDisplay
 from preprocess.cli.report import PartReport, Report, report_of, show
 from preprocess.cli.trace_text import print_trace
 from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.encode import Encoder
+from preprocess.encode.probe import require_usable
 from preprocess.engines.base import Engine, errors_named, load_engine
 from preprocess.engines.local import PRELOADED
 from preprocess.own_options import constructor_takes
 from preprocess.recipes.base import PARTS, load_recipe
-from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
+from preprocess.recipes.choice import choose_recipe, first_rows, media_for, misfit, recipe_for
 from preprocess.recipes.image_files import listed
 from preprocess.recipes.media import require_image_root
 from preprocess.registries import RECIPES
 from preprocess.run.claim import Part
 from preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
+from preprocess.run.lengths import measure_lengths
+from preprocess.run.limits import parse_limits
 from preprocess.run.trace import trace_row
 from preprocess.sources.holdout import hold_out
 from preprocess.sources.open import DEMO, open_source
@@ -60,7 +64,7 @@ def run_command(command: PreprocessCommand) -> int:
     part = None if command.part is None else Part.parse(command.part)
     _check_options(command)
     engine = load_engine(command.engine, command.engine_options)
-    names = split_names(command.split, holdout=command.holdout, trace=command.trace)
+    names = split_names(command.split, holdout=command.holdout, trace=command.trace, lengths=command.lengths)
     quiet_libraries()
     command = dataclasses.replace(command, config=_with_family(command, talk))
     if command.config.tokenizer != EMBEDDED:
@@ -71,6 +75,8 @@ def run_command(command: PreprocessCommand) -> int:
     command = dataclasses.replace(command, config=_with_recipe(command, sources, talk))
     if command.trace is not None:
         return _trace(sources[names[0]], command.config, command.trace)
+    if command.lengths is not None:
+        return _measure(sources[names[0]], command, talk)
     assert store is not None
     with _counting(talk, "row", "read to divide them") as read:
         workers = command.workers or available_cores()
@@ -203,6 +209,23 @@ def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
     return 0 if traced.accepted else 1
 
 
+def _measure(source: Source, command: PreprocessCommand, talk: Console) -> int:
+    config = command.config
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
+    require_usable(tokenizer, config)
+    media = media_for(source, config)
+    limits = parse_limits(command.lengths or "")
+    with _counting(talk, "row", "measured") as read:
+        report = measure_lengths(
+            source, recipe_for(source, config, media), media, Encoder(config, tokenizer), limits, read
+        )
+    if command.as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print_lengths(results(), report, config.model_family.factor**2)
+    return 0
+
+
 def quiet_libraries() -> None:
     """Suppresses progress bars and hints of other libraries, but keeps their warnings of failures."""
     import datasets
@@ -241,7 +264,9 @@ class Output:
     split: str | None = None  # if the command names several
 
 
-def split_names(split: str | None, *, holdout: float | None, trace: int | None) -> list[str | None]:
+def split_names(
+    split: str | None, *, holdout: float | None, trace: int | None, lengths: str | None = None
+) -> list[str | None]:
     """Returns the splits in ``--split``; None means the default. Raises a SourceError for wrong ones."""
     if split is None:
         return [None]
@@ -252,6 +277,8 @@ def split_names(split: str | None, *, holdout: float | None, trace: int | None) 
         raise SourceError(f"--split {split}: --holdout divides one split; give one, or omit --holdout")
     if len(names) > 1 and trace is not None:
         raise SourceError(f"--split {split}: --trace shows a row of one split; give one")
+    if len(names) > 1 and lengths is not None:
+        raise SourceError(f"--split {split}: --lengths measures one split; give one")
     return [*names]
 
 

@@ -64,13 +64,16 @@ class Encoder:
         """
         made = self.as_text(made)
         encoded: Sequence[EncodedSample | RowRejected]
+        arguments = made.template_arguments if isinstance(made, Conversation) else {}
         if isinstance(made, Conversation):
             encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
         else:
             self._require_known_keys(made)
             encoded = encode_document(made, self.renderer, self.config)
         return [
-            each if isinstance(each, RowRejected) else dataclasses.replace(each, columns=made.columns)
+            each
+            if isinstance(each, RowRejected)
+            else dataclasses.replace(each, columns=made.columns, template_arguments=arguments)
             for each in encoded
         ]
 

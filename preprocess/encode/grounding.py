@@ -25,6 +25,8 @@ from vlmdata.wording import counted
 
 #: What a coordinate may be outside of the image, in pixels of it, as rounding of the data's numbers puts it.
 _TOLERANCE = Fraction(1, 2)
+#: What a whole side is in units that are shares of it.
+_SHARES = {Unit.ONE: 1, Unit.HUNDRED: 100, Unit.THOUSAND: 1000}
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def converted(part: BoxPart | PointPart, sizes: Sizes, rules: Grounding, image: 
             or empty.
     """
     height, width = sizes.shown
-    per_side = {Unit.PIXELS: (width, height), Unit.ONE: (1, 1), Unit.THOUSAND: (1000, 1000)}[part.unit]
+    per_side = (width, height) if part.unit is Unit.PIXELS else (_SHARES[part.unit],) * 2
     shares = []
     for number, value in enumerate(part.coordinates):
         axis = number % 2
@@ -158,7 +160,7 @@ def converted(part: BoxPart | PointPart, sizes: Sizes, rules: Grounding, image: 
 def _refused(part: BoxPart | PointPart, sizes: Sizes, image: str, why: str) -> RowRejected:
     height, width = sizes.shown
     form = "[x1, y1, x2, y2]" if isinstance(part, BoxPart) else "[x, y]"
-    unit = {Unit.PIXELS: "in pixels", Unit.ONE: "from 0 to 1", Unit.THOUSAND: "from 0 to 1000"}[part.unit]
+    unit = "in pixels" if part.unit is Unit.PIXELS else f"from 0 to {_SHARES[part.unit]}"
     return RowRejected(
         Reason.BOX_BOUNDS,
         f"{part.field} is {list(part.coordinates)}, and {image} is {width}x{height} pixels: {why}. It is read as "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +63,10 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
         except RowRejected as error:
             if conversation.media and not _knows_images(encoder, conversation):
                 continue
-            raise SourceError(f"--tokenizer {tokenizer.info.name}: {error.message}. {remedy}") from error
+            if _is_usable_without_arguments(conversation, encoder):
+                given = json.dumps(config.chat_template_kwargs, ensure_ascii=False)
+                raise SourceError(f"--chat-template-kwargs {given}: {error.message.rstrip('.')}.") from error
+            raise SourceError(f"--tokenizer {tokenizer.info.name}: {error.message.rstrip('.')}. {remedy}") from error
         except VlmdataError:
             raise
         except Exception as error:  # the family's rules may be the user's
@@ -103,6 +107,18 @@ def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:
         return encoder.tokenizer.image_text in encoder.renderer.render(conversation).text
     except RowRejected as error:
         return error.reason is not Reason.TEMPLATE_ERROR
+
+
+def _is_usable_without_arguments(conversation: Conversation, encoder: Encoder) -> bool:
+    """True if arguments of the template are given, and it writes the conversation without them."""
+    if not encoder.config.chat_template_kwargs:
+        return False
+    without = dataclasses.replace(encoder.config, chat_template_kwargs={})
+    try:
+        Encoder(without, encoder.tokenizer).encode(conversation)
+    except RowRejected:
+        return False
+    return True
 
 
 def _index_row(sample: EncodedSample) -> IndexRow:

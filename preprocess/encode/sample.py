@@ -81,6 +81,8 @@ class EncodedSample:
     drops_last_reasoning: bool = False  # whether the last turn is one of them
     unlike_inference: bool = False  # whether a learned turn follows another text than at inference
     columns: Columns = field(default_factory=dict)  # facts that the recipe attached
+    #: Arguments of the chat template that the row gave.
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from preprocess.conversation import Conversation, Message, TextPart
+from preprocess.recipes.answers import Pick, picked, texts_in
 from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
 from preprocess.recipes.chat.forms import fits as fits_chat
-from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
+from preprocess.recipes.chat.images import BOUND_KEYS
 from preprocess.recipes.chat.row_keys import refuse_row
 from preprocess.recipes.chat.turns import text_turn
 from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, is_empty
 from preprocess.recipes.media import MediaLoader
+from preprocess.recipes.row_image import IMAGE_COLUMNS, images_of, only_image
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
 from vlmdata.reasons import Reason
-from vlmdata.wording import counted
 
 _CAPTIONS = ("txt", "text", "caption")
-_USED_COLUMNS = frozenset({"image", "images", *_CAPTIONS, *BOUND_KEYS, *ROW_WEIGHTS})
+_USED_COLUMNS = frozenset({*IMAGE_COLUMNS, *_CAPTIONS, *BOUND_KEYS, *ROW_WEIGHTS})
 #: Download data that img2dataset writes in the JSON next to each image.
 _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
     "status",
@@ -31,6 +32,7 @@ _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
     "exif",
     "sha256",
     "md5",
+    "transcripts",  # PixMo-Cap's, of which its captions are made
 }
 
 
@@ -45,6 +47,10 @@ class Caption:
         """Options of the recipe."""
 
         prompt: Annotated[str, "What the user asks about each image."] = "Describe this image."
+        pick: Annotated[
+            Pick,
+            "Of a list of captions, learn the first, the most common one, or each in a sample of its own.",
+        ] = Pick.FIRST
         stray_marks: StrayMarksOption = StrayMarks.REJECT
 
     def __init__(self, options: Options, media: MediaLoader):
@@ -55,49 +61,38 @@ class Caption:
         """Returns True for rows with an image and a text, but no turns and no parse."""
         if fits_chat(columns) or "ground_truth" in columns:
             return False
+        if "image_url" in columns and "caption" in columns:
+            return True
         return "image" in columns and any(name in columns for name in _CAPTIONS)
 
-    def __call__(self, row: Row) -> Conversation:
+    def __call__(self, row: Row) -> Conversation | list[Conversation]:
         """Returns image and prompt as the question, and the caption as the answer."""
         values = {name: value for name, value in row.values.items() if value is not None}
         refuse_row(values)
+        made = [self._of(caption, values) for caption in picked(_captions(values), self._options.pick, "the caption")]
+        return made if self._options.pick is Pick.EACH else made[0]
+
+    def _of(self, text: str, values: Mapping[str, Any]) -> Conversation:
         keys = KeyLog()
         keys.note(values, _USED_COLUMNS, _HARMLESS_COLUMNS)
-        answer = text_turn("assistant", _caption(values), "caption")
-        images = RowImages(values, self._media, keys)
+        answer = text_turn("assistant", text, "caption")
+        images = images_of(values, self._media, keys)
         caption = tuple(ContentReader([answer], images, self._options.stray_marks, keys).parts(answer))
-        turns = (Message("user", (_only(images), TextPart(self._options.prompt))), Message("assistant", caption))
+        question = only_image(values, images, "a caption"), TextPart(self._options.prompt)
+        turns = Message("user", question), Message("assistant", caption)
         return Conversation(turns, (), row_weight(values), keys.harmless, keys.unknown)
 
 
-def _only(images: RowImages) -> ImagePart:
-    """Returns the image of the row.
+def _captions(values: Mapping[str, Any]) -> list[str]:
+    """Returns the captions, stripped of surrounding white space.
 
     Raises:
-        RowRejected: MISSING_IMAGE without any; IMAGE_COUNT_MISMATCH with several.
-    """
-    if images.count != 1:
-        reason = Reason.IMAGE_COUNT_MISMATCH if images.count else Reason.MISSING_IMAGE
-        raise RowRejected(reason, f"{images.column} holds {counted(images.count, 'image')}; a caption needs one image")
-    return images.take(images.column)
-
-
-def _caption(values: dict[str, object]) -> str:
-    """Returns the caption, stripped of surrounding white space.
-
-    Raises:
-        RowRejected: If there is no caption, or columns have different ones.
+        RowRejected: If there is no column with captions, or columns have different ones.
     """
     found = {name: values[name] for name in _CAPTIONS if not is_empty(values.get(name))}
     if not any(name in values for name in _CAPTIONS):
         raise RowRejected(Reason.MISSING_COLUMN, f"no {', '.join(_CAPTIONS)}; columns are {', '.join(values)}")
-    texts = set()
-    for name, value in found.items():
-        if not isinstance(value, str):
-            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{name} is not text: {excerpt(value)}")
-        texts.add(value.strip())
-    if len(texts) > 1:
+    texts = [texts_in(value, name) for name, value in found.items()]
+    if any(each != texts[0] for each in texts):
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{' and '.join(found)} hold different captions: {excerpt(found)}")
-    if not texts or texts == {""}:
-        raise RowRejected(Reason.EMPTY_ANSWER, "the caption is empty")
-    return texts.pop()
+    return texts[0] if texts else []

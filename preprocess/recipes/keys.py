@@ -13,9 +13,11 @@ _ORIGIN |= {"__url__", "__local_path__", "file_name", "filename"}
 _TOPIC = {"category", "task", "task_type", "type", "topic", "tags", "difficulty", "language", "lang"}
 _OTHERS = {"license", "model", "metadata", "meta", "created", "created_at", "timestamp", "date"}
 _SIZES = {"width", "height", "image_width", "image_height"}  # of the file, which contains them
+_KINDS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
+_RATINGS = {f"{kind}_{what}" for kind in _KINDS for what in ("ratings", "min")}  # FineVision, of whole rows
 _TOOLS = {"parallel_tool_calls"}  # OpenAI: execution of tools by its service
 #: Columns about the origin or topic of a row that do not affect learning.
-HARMLESS_COLUMNS = frozenset(_NAMES | _ORIGIN | _TOPIC | _OTHERS | _SIZES | _TOOLS)
+HARMLESS_COLUMNS = frozenset(_NAMES | _ORIGIN | _TOPIC | _OTHERS | _SIZES | _TOOLS | _RATINGS)
 
 
 class KeyLog:

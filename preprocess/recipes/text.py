@@ -173,5 +173,7 @@ def _list(values: Mapping[str, Any], column: str) -> list[Any]:
 
 def _text(value: Any, where: str) -> TextPart:
     if not isinstance(value, str):
-        raise RowRejected(Reason.MALFORMED_DOCUMENT, f"{where} is not text: {excerpt(value)}")
+        talk = isinstance(value, Mapping) and "assistant" in value
+        remedy = "; questions and answers are read by --recipe chat" if talk else ""
+        raise RowRejected(Reason.MALFORMED_DOCUMENT, f"{where} is not text: {excerpt(value)}{remedy}")
     return TextPart(value)

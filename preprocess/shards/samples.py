@@ -22,7 +22,7 @@ from vlmdata.format.manifest import (
 )
 from vlmdata.format.schema import KEPT, sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
-from vlmdata.format.source_columns import SOURCE
+from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of
@@ -81,6 +81,8 @@ def write_sample(
         metadata["dropped_reasoning"] = encoded.dropped_reasoning
     if encoded.columns:
         metadata["columns"] = dict(encoded.columns)
+    if encoded.template_arguments:
+        metadata[TEMPLATE_ARGUMENTS] = dict(encoded.template_arguments)
     if kept is not None:
         metadata[KEPT] = kept
     if source:

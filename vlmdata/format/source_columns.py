@@ -11,6 +11,8 @@ import pyarrow as pa
 
 #: Field of a sample's metadata with the values, and column of the records of a shard with them as JSON.
 SOURCE = "source"
+#: Field of a sample's metadata with the arguments of the chat template that its row gave.
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 _PREFIX = f"{SOURCE}."
 _INT64 = range(-(1 << 63), 1 << 63)
 

@@ -16,7 +16,7 @@ from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, Sample
-from vlmdata.format.source_columns import SOURCE
+from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
 from vlmdata.inspect.frames import FrameDescription, frames_of, item_starts
@@ -281,9 +281,14 @@ def _spans(
 
 
 def _columns(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the recipe attached, and kept columns of the source; damaged metadata has neither."""
+    """Returns what the recipe attached, kept columns of the source, and the row's arguments of the chat template.
+
+    Damaged metadata has none.
+    """
     found = (metadata.get(name) for name in ("columns", SOURCE))
-    return {name: value for each in found if isinstance(each, dict) for name, value in each.items()}
+    columns = {name: value for each in found if isinstance(each, dict) for name, value in each.items()}
+    arguments = metadata.get(TEMPLATE_ARGUMENTS)
+    return columns | ({TEMPLATE_ARGUMENTS: arguments} if isinstance(arguments, dict) else {})
 
 
 def _images(

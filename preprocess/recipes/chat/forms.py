@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,9 @@ LIST_COLUMNS = ("messages", "conversations", "conversation")
 #: Columns that hold the last question and its answer: alpaca's, ms-swift's, TRL's.
 PAIRS = (("instruction", "output"), ("query", "response"), ("prompt", "completion"))
 _SYSTEM_COLUMNS = ("system", "system_prompt")
+#: Column with the questions and answers of the Cauldron and FineVision.
+_EXCHANGES = "texts"
+_ASKED, _SAID = "user", "assistant"
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,16 @@ def read_form(values: Mapping[str, Any]) -> ChatForm:
     pair = None if lists else _pair(values)
     if pair is not None:
         form = _from_pair(values, *pair)
+    elif not lists and filled(values, [_EXCHANGES]):
+        form = ChatForm(tuple(_exchanges(values[_EXCHANGES])), frozenset({_EXCHANGES}))
     else:
         name = next((name for name in (*lists, *LIST_COLUMNS) if name in values), None)
         if name is None:
             columns = ", ".join(values) or "none"
             raise RowRejected(
                 Reason.MISSING_COLUMN,
-                "neither messages nor conversations, nor a pair such as instruction and output; columns with "
-                f"values: {columns}",
+                "neither messages nor conversations, nor texts, nor a pair such as instruction and output; columns "
+                f"with values: {columns}",
             )
         if filled(values, ["history"]):
             raise RowRejected(
@@ -119,6 +124,22 @@ def _history(history: Any) -> Iterator[RowTurn]:
             )
         yield text_turn("user", exchange[0], f"history[{i}][0]")
         yield text_turn("assistant", exchange[1], f"history[{i}][1]")
+
+
+def _exchanges(exchanges: Any) -> Iterator[RowTurn]:
+    """Yields questions and answers, ``[{"user": …, "assistant": …}, …]``."""
+    for i, exchange in enumerate(exchanges if isinstance(exchanges, list) else [exchanges]):
+        where = f"{_EXCHANGES}[{i}]"
+        if not isinstance(exchange, Mapping) or not {_ASKED, _SAID} <= exchange.keys():
+            raise RowRejected(
+                Reason.MALFORMED_MESSAGES,
+                f"{where} is not an object with {_ASKED} and {_SAID}: {excerpt(exchange)}; --recipe text reads "
+                "documents",
+            )
+        others = {key: each for key, each in exchange.items() if key not in (_ASKED, _SAID) and each is not None}
+        asked = text_turn("user", exchange[_ASKED], f"{where}.{_ASKED}")
+        yield replace(asked, entry=others)
+        yield text_turn("assistant", exchange[_SAID], f"{where}.{_SAID}")
 
 
 def _messages(value: Any) -> list[Any] | None:

@@ -34,11 +34,11 @@ class RowImages:
     """Loads the images of one row, and checks that each has its place.
 
     Attributes:
-        column: The column with images, ``images`` or ``image``.
+        column: The column with images, by default ``images`` or ``image``.
     """
 
-    def __init__(self, values: Mapping[str, Any], media: MediaLoader, keys: KeyLog):
-        self._files = FileColumn(values, IMAGE_COLUMN)
+    def __init__(self, values: Mapping[str, Any], media: MediaLoader, keys: KeyLog, kind: ColumnKind = IMAGE_COLUMN):
+        self._files = FileColumn(values, kind)
         self.column = self._files.name
         self._media = media
         self._keys = keys

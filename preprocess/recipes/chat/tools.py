@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from preprocess import json_text
+from preprocess.conversation import arguments_fault
 from preprocess.recipes.keys import KeyLog, is_empty
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Struct
@@ -68,6 +69,8 @@ def read_arguments(values: Mapping[str, Any], keys: KeyLog) -> Mapping[str, Any]
     found = parse_json(given, ARGUMENTS) if isinstance(given, str) else _without_padding(given, f"{ARGUMENTS}.", keys)
     if not isinstance(found, Mapping):
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{ARGUMENTS} is not an object: {excerpt(given)}")
+    if fault := arguments_fault(found):
+        raise RowRejected(Reason.MALFORMED_MESSAGES, excerpt(f"{ARGUMENTS}{fault}", 200))
     return dict(found)
 
 

@@ -56,6 +56,7 @@ HARMLESS_KEYS = frozenset(
         "model",
         "language",
         "metadata",
+        "source",
     }
 )
 _REFUSED_KEYS: Mapping[str, str] = {

@@ -149,7 +149,7 @@ class TestOptionsWithoutEffect:
 
     def test_with_the_chosen_recipe_are_refused(self, preprocess: Command, chats: Path, tmp_path: Path) -> None:
         ended = preprocess(chats, "-O", "prompt=Read it.")
-        refused(ended, "recipe chat has no option prompt (--recipe cord_v2 or caption has it)", opened=True)
+        refused(ended, "recipe chat has no option prompt (--recipe cord_v2, caption or grounding has it)", opened=True)
         assert not (tmp_path / "out").exists()
 
     def test_strict_has_an_effect_with_both_recipes_of_rows(self, preprocess: Command, tmp_path: Path) -> None:

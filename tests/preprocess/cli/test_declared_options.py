@@ -48,7 +48,7 @@ BY_TYPE = {
     float | None: st.floats(0.01, 1e6),
 }
 #: Options that refuse some others.
-ALONE = ("part", "trace", "as_json", "overwrite")
+ALONE = ("part", "trace", "lengths", "as_json", "overwrite")
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:

@@ -46,6 +46,18 @@ def test_sizes_of_the_row_are_obeyed():
     assert (image.min_pixels, image.max_pixels, made.unknown) == (2000, 8000, ())
 
 
+@pytest.mark.parametrize(
+    ("pick", "learned"),
+    [("first", ["A cat."]), ("common", ["A dog."]), ("each", ["A cat.", "A dog."])],
+)
+def test_a_list_of_captions(pick: str, learned: list[str]) -> None:
+    row = Row(0, {"image": IMAGE, "caption": ["A cat.", "", " A dog.", "A dog."]})
+    made = load_recipe("caption", {"pick": pick})(row)
+    found = [each for each in (made if isinstance(made, list) else [made]) if isinstance(each, Conversation)]
+    assert isinstance(made, list) == (pick == "each")
+    assert [each.messages[1].text for each in found] == learned
+
+
 def test_the_same_caption_twice_is_one():
     assert caption(txt="A cat.\n", caption="A cat.", weight=0.5).loss_weight == 0.5
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preprocess.recipes.base import load_recipe
 from preprocess.recipes.chat import Chat
+from preprocess.recipes.chat.recipe import Unmarked
+from preprocess.recipes.media import MediaLoader
+from preprocess.reject import RowRejected
+from preprocess.row import Row
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, seen, user
 from vlmdata.reasons import Reason
 
@@ -137,3 +142,39 @@ def test_the_columns_fit_the_recipe(question: str, answer: str):
     assert Chat.fits([question, answer, "images"])
     assert not Chat.fits([question])
     assert not Chat.fits([answer])
+
+
+class TestTexts:
+    """The column of the Cauldron and FineVision."""
+
+    ROW: ClassVar[dict[str, Any]] = {
+        "images": [b"a"],
+        "texts": [
+            {"user": "One?", "assistant": "Yes.", "source": "AI2D"},
+            {"user": "Two?", "assistant": "No.", "source": "AI2D"},
+        ],
+    }
+
+    def test_exchanges_become_turns_after_the_image(self) -> None:
+        made = Chat(Chat.Options(unmarked=Unmarked.FIRST), MediaLoader(None, False))(Row(0, self.ROW))
+        turns = [("user", ["[a]", "One?"]), ("assistant", ["Yes."]), ("user", ["Two?"]), ("assistant", ["No."])]
+        assert seen(made) == turns
+        assert (made.unused, made.unknown) == (("messages[].source",), ())
+
+    def test_without_the_option_the_message_names_it(self) -> None:
+        check_rejected(self.ROW, Reason.IMAGE_COUNT_MISMATCH, "or give -O unmarked=first")
+
+    @pytest.mark.parametrize(
+        ("texts", "message"),
+        [
+            (["Before.", None], r"texts\[0\] is not an object with user and assistant: Before.*--recipe text reads"),
+            ([{"user": "One?"}], r"texts\[0\] is not an object with user and assistant"),
+            ([{"user": 1, "assistant": "a"}], r"texts\[0\]\.user is not text: 1"),
+        ],
+    )
+    def test_what_is_rejected(self, texts: Any, message: str) -> None:
+        check_rejected({"texts": texts}, Reason.MALFORMED_MESSAGES, message)
+
+    def test_the_recipe_for_documents_names_this_one(self) -> None:
+        with pytest.raises(RowRejected, match="questions and answers are read by --recipe chat"):
+            load_recipe("text")(Row(0, {"texts": self.ROW["texts"]}))

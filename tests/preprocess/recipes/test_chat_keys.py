@@ -36,6 +36,7 @@ EMPTY = [None, "", [], {}, [None], {"ref": [], "bbox": None}]
         ({"kto_tag": True}, PREFERENCE, "kto_tag is True"),
         ({"chat_template_kwargs": ["enable_thinking"]}, MESSAGES, "chat_template_kwargs is not an object"),
         ({"chat_template_kwargs": "{"}, MESSAGES, "chat_template_kwargs is not JSON"),
+        ({"chat_template_kwargs": {"x": b"1"}}, MESSAGES, r"chat_template_kwargs\.x is b'1', which JSON does not hold"),
         ({"history": [["a", "b"]]}, MESSAGES, "history and messages are both given; move its turns into messages"),
         ({"conversations": user("x")}, MESSAGES, "turns are in both messages and conversations"),
         (

@@ -67,6 +67,15 @@ class TestEveryRecipe:
         ("caption", ["image", "txt", "__key__"]),
         ("caption", ["image", "text"]),
         ("chat", ["image", "text", "conversations"]),
+        ("caption", ["image_url", "caption", "transcripts"]),
+        ("text", ["images", "texts"]),
+        ("vqa", ["question", "image", "answers", "question_id"]),
+        ("vqa", ["image", "query", "label"]),
+        ("grounding", ["question", "image", "answer", "bbox", "segmentation"]),
+        ("grounding", ["image_url", "points", "label", "count"]),
+        ("grounding", ["image", "objects", "width", "height"]),
+        ("chat", ["messages", "images", "objects"]),
+        ("chat", ["query", "response", "image", "label"]),
     ],
 )
 def test_these_columns_fit_one_recipe(name: str, columns: list[str]) -> None:

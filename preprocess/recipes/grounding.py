@@ -1,0 +1,247 @@
+"""The recipe ``grounding``: boxes and points of published datasets, learned as JSON in the family's convention.
+
+Sources: the dataset cards of allenai/pixmo-points, lmms-lab/RefCOCO, jxu124/refcoco and detection-datasets/coco, and
+COCO's format of annotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+from typing import Annotated, Any, ClassVar
+
+from preprocess.conversation import ContentPart, Conversation, Message, TextPart
+from preprocess.grounding import BoxPart, PointPart, Unit, coordinates_fault
+from preprocess.recipes.answers import Pick, picked, texts_in
+from preprocess.recipes.chat.forms import fits as fits_chat
+from preprocess.recipes.chat.images import BOUND_KEYS
+from preprocess.recipes.chat.row_keys import refuse_row
+from preprocess.recipes.chat.tools import parse_json
+from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
+from preprocess.recipes.coco_names import COCO
+from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
+from preprocess.recipes.media import MediaLoader
+from preprocess.recipes.row_image import IMAGE_COLUMNS, has_image, images_of, only_image
+from preprocess.reject import RowRejected, excerpt
+from preprocess.row import Row
+from vlmdata.reasons import Reason
+from vlmdata.wording import counted
+
+_POINTS, _BOX, _OBJECTS = "points", "bbox", "objects"
+#: Names of what is in the box: jxu124's form of refCOCO, lmms-lab's, and a name alone.
+_NAMES = ("sentences", "answer", "label")
+#: Names of the classes of objects.
+_CLASSES = ("category", "label")
+_HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
+    "count",
+    "collection_method",
+    "question",  # lmms-lab's is the one for the opposite task
+    "segmentation",
+    "iscrowd",
+    "sent_ids",
+    "captions",
+    "raw_anns",
+    "raw_image_info",
+    "raw_sentences",
+    "coco_url",
+    "date_captured",
+}
+_HARMLESS_KEYS = frozenset({"id", "area", "segmentation"})
+
+
+class Corners(StrEnum):
+    """What the four numbers of a box are."""
+
+    XYWH = "xywh"
+    XYXY = "xyxy"
+
+
+@dataclass(frozen=True)
+class GroundingOptions:
+    """Options of the recipe."""
+
+    boxes: Annotated[
+        Corners, "Four numbers of a box: its upper left corner, width and height (COCO), or two corners."
+    ] = Corners.XYWH
+    unit: Annotated[
+        Unit | None, "Unit of coordinates: pixels, or shares of the sides. None: pixels of boxes, percent of points."
+    ] = None
+    prompt: Annotated[str, "The question; {name} in it is the name of what is asked for. Empty: one for each form."] = (
+        ""
+    )
+    pick: Annotated[
+        Pick, "Of several names of one box, learn the first, the most common one, or each in a sample of its own."
+    ] = Pick.FIRST
+    names: Annotated[
+        tuple[str, ...], "Names of classes that the data has as numbers, from 0, with commas; `coco` is COCO's 80."
+    ] = ()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question on an image and its answer.
+
+    Attributes:
+        prompt: The question, with ``{name}`` for the name.
+        name: Name of what is asked for; "" if all objects are.
+        found: Boxes or points of the answer.
+    """
+
+    prompt: str
+    name: str
+    found: tuple[BoxPart | PointPart, ...]
+
+
+class GroundingRows:
+    """Rows with an image and points with a label, a box with its names, or objects with boxes and classes."""
+
+    needs: ClassVar[str] = "image, and points and label, bbox and sentences or answer, or objects with bbox"
+    makes: ClassVar[tuple[type, ...]] = (Conversation,)
+
+    Options = GroundingOptions
+
+    def __init__(self, options: GroundingOptions, media: MediaLoader):
+        self._options, self._media = options, media
+        self._classes = COCO if options.names == ("coco",) else options.names
+
+    @staticmethod
+    def fits(columns: Collection[str]) -> bool:
+        """Returns True for rows with an image and boxes or points, but no turns."""
+        if fits_chat(columns) or not has_image(columns):
+            return False
+        points = _POINTS in columns and "label" in columns
+        return points or _OBJECTS in columns or (_BOX in columns and any(name in columns for name in _NAMES))
+
+    def __call__(self, row: Row) -> Conversation | list[Conversation]:
+        """Returns image and question, and the boxes or points as a JSON list."""
+        values = {name: value for name, value in row.values.items() if value is not None}
+        refuse_row(values)
+        for name in (_POINTS, _BOX, _OBJECTS):
+            if isinstance(text := values.get(name), str):  # CSV
+                values[name] = parse_json(text, name)
+        made = [self._made(values, column, task) for column, task in self._tasks(values)]
+        return made if self._options.pick is Pick.EACH else made[0]
+
+    def _tasks(self, values: Mapping[str, Any]) -> Iterator[tuple[frozenset[str], Task]]:
+        """Yields the tasks of a row, each with the columns that it is made of.
+
+        Raises:
+            RowRejected: If the row has none, or boxes and points that cannot be read.
+        """
+        forms = [name for name in (_POINTS, _BOX, _OBJECTS) if name in values]
+        if len(forms) != 1:
+            columns = ", ".join(values) or "none"
+            raise RowRejected(
+                Reason.MALFORMED_MESSAGES if forms else Reason.MISSING_COLUMN,
+                f"{' and '.join(forms) or 'none of points, bbox and objects'} in the row; it needs one of points, bbox "
+                f"and objects; columns with values: {columns}",
+            )
+        if forms == [_OBJECTS]:
+            yield frozenset(forms), Task("Locate every object in the image, as JSON.", "", self._objects(values))
+            return
+        column = next(iter(filled(values, _NAMES)), _NAMES[-1])
+        names = picked(texts_in(values.get(column, []), column), self._options.pick, column)
+        for name in names:
+            if forms == [_POINTS]:
+                task = Task("Point to every instance of: {name}. Answer as JSON.", name, self._points(values, name))
+            else:
+                task = Task("Locate this, as JSON: {name}", name, (self._box(values[_BOX], _BOX, name),))
+            yield frozenset({*forms, column}), task
+
+    def _made(self, values: Mapping[str, Any], columns: frozenset[str], task: Task) -> Conversation:
+        keys = KeyLog()
+        keys.note(values, columns | IMAGE_COLUMNS | {*BOUND_KEYS, *ROW_WEIGHTS}, _HARMLESS_COLUMNS)
+        if _OBJECTS in columns:
+            objects = values[_OBJECTS]
+            for entry in objects if isinstance(objects, list) else [objects]:
+                keys.note(entry, frozenset({_BOX, "iscrowd", *_CLASSES}), _HARMLESS_KEYS, f"{_OBJECTS}.")
+        image = only_image(values, images_of(values, self._media, keys), "a box or point")
+        prompt = (self._options.prompt or task.prompt).replace("{name}", task.name)
+        turns = Message("user", (image, TextPart(prompt))), Message("assistant", tuple(_json_list(task.found)))
+        return Conversation(turns, (), row_weight(values), keys.harmless, keys.unknown)
+
+    def _points(self, values: Mapping[str, Any], name: str) -> tuple[PointPart, ...]:
+        found = []
+        for i, point in enumerate(_list(values[_POINTS], _POINTS)):
+            field = f"{_POINTS}[{i}]"
+            xy = [point.get("x"), point.get("y")] if isinstance(point, Mapping) else point
+            x, y = _numbers(xy, 2, field)
+            found.append(PointPart((x, y), self._options.unit or Unit.HUNDRED, label=name, field=field))
+        return tuple(found)
+
+    def _objects(self, values: Mapping[str, Any]) -> tuple[BoxPart, ...]:
+        """Reads objects as a list, or as the lists of their boxes, classes and flags. Crowds are left out."""
+        objects = values[_OBJECTS]
+        if isinstance(objects, Mapping):
+            lists = {key: _list(each, f"{_OBJECTS}.{key}") for key, each in objects.items() if not is_empty(each)}
+            count = len(lists.get(_BOX, []))
+            if wrong := next(
+                (key for key in (*_CLASSES, "iscrowd") if len(lists.get(key, [])) not in (0, count)), None
+            ):
+                raise RowRejected(
+                    Reason.BOX_COUNT_MISMATCH,
+                    f"{_OBJECTS}.{_BOX} has {counted(count, 'entry', 'entries')} and {_OBJECTS}.{wrong} has "
+                    f"{len(lists[wrong])}; they must have equal length",
+                )
+            entries = [{key: each[i] for key, each in lists.items() if len(each) == count} for i in range(count)]
+        else:
+            entries = _list(objects, _OBJECTS)
+        return tuple(chain.from_iterable(self._object(entry, f"{_OBJECTS}[{i}]") for i, entry in enumerate(entries)))
+
+    def _object(self, entry: Any, field: str) -> Iterable[BoxPart]:
+        if not isinstance(entry, Mapping):
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field} is not an object: {excerpt(entry)}")
+        if entry.get("iscrowd"):
+            return ()
+        key = next((key for key in _CLASSES if entry.get(key) is not None), _CLASSES[0])
+        return (self._box(entry.get(_BOX), f"{field}.{_BOX}", self._class(entry.get(key), f"{field}.{key}")),)
+
+    def _class(self, value: Any, field: str) -> str:
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+        if type(value) is int and 0 <= value < len(self._classes):
+            return self._classes[value]
+        have = f"which is not one of the {len(self._classes)} names" if self._classes else "and no names are given"
+        raise RowRejected(
+            Reason.MALFORMED_MESSAGES,
+            f"{field} is {excerpt(value)}, {have}; give the names of the classes in order: -O names=person,bicycle,…",
+        )
+
+    def _box(self, value: Any, field: str, name: str) -> BoxPart:
+        unit = self._options.unit or Unit.PIXELS
+        a, b, c, d = _numbers(value, 4, field)
+        if self._options.boxes is Corners.XYXY:
+            return BoxPart((a, b, c, d), unit, label=name, field=field)
+        return BoxPart.from_xywh((a, b, c, d), unit=unit, label=name, field=field)
+
+
+def _json_list(found: Sequence[BoxPart | PointPart]) -> Iterator[ContentPart]:
+    yield TextPart("[")
+    for number, part in enumerate(found):
+        if number:
+            yield TextPart(", ")
+        yield part
+    yield TextPart("]")
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field} is not a list: {excerpt(value)}")
+    return value
+
+
+def _numbers(value: Any, count: int, field: str) -> list[float]:
+    """Returns the numbers of a box or point.
+
+    Raises:
+        RowRejected: BOX_BOUNDS if they are not so many numbers.
+    """
+    if fault := coordinates_fault(value):
+        raise RowRejected(Reason.BOX_BOUNDS, f"{field}{fault}")
+    if len(value) != count:
+        raise RowRejected(
+            Reason.BOX_BOUNDS, f"{field} has {counted(len(value), 'number')}: {excerpt(value)}; it needs {count}"
+        )
+    return list(value)
