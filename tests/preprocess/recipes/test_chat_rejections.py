@@ -42,11 +42,11 @@ def human(value: Any, **columns: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "reason", "message"),
     [
-        ({}, Reason.MISSING_COLUMN, "neither messages nor conversations, nor a pair .*; columns with values: none"),
+        ({}, Reason.MISSING_COLUMN, "neither messages nor conversations, nor texts, nor a pair .*; columns with values: none"),
         (
             {"text": "x", "messages": None},
             Reason.MISSING_COLUMN,
-            "neither messages nor conversations, nor a pair .*; columns with values: text",
+            "neither messages nor conversations, nor texts, nor a pair .*; columns with values: text",
         ),
         ({"messages": []}, MESSAGES, r"messages is not a list of turns: \[\]"),
         ({"messages": {"role": "user"}}, MESSAGES, "messages is not a list of turns: {'role'"),
