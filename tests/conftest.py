@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def _drop_frame_converter() -> None:
+    """PyAV keeps one with threads for each thread that converted frames. A child that another thread forks frees it,
+    and waits for these threads forever.
+    """
+    if "av.video.frame" in sys.modules:
+        vars(sys.modules["av.video.frame"])["_thread_local"] = threading.local()
+
+
+os.register_at_fork(before=_drop_frame_converter)
 
 
 def pytest_configure(config: pytest.Config) -> None:
