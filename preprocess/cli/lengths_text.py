@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from preprocess.run.lengths import ImageClass, LengthReport
+from preprocess.run.lengths import LengthReport
 from vlmdata.wording import counted
 
 
@@ -30,16 +30,16 @@ def print_lengths(console: Console, report: LengthReport, pixels_per_token: int)
     console.print(_limits(report))
     if report.half is not None:
         console.print(
-            Text(f"half the pixels: --max-pixels {report.half} instead of {report.max_pixels}", "dim"), highlight=False
+            Text(f"fit at half: with --max-pixels {report.half} instead of {report.max_pixels}", "dim"), highlight=False
         )
     if report.images:
         console.print(_images(report, pixels_per_token))
 
 
 def _limits(report: LengthReport) -> Table:
-    half = () if report.half is None else ("fit at half the pixels",)
-    columns = ("--max-length", "samples over", "their tokens", "their targets", "beyond it", "targets beyond")
-    table = Table(*columns, "images in them", *half, title="what a limit costs", title_justify="left")
+    half = () if report.half is None else ("fit at half",)
+    columns = ("limit", "samples over", "tokens in them", "targets in them", "tokens cut", "targets cut")
+    table = Table(*columns, "of images", *half, title="what a limit costs", title_justify="left")
     for column in table.columns:
         column.justify = "right"
     for each in report.limits:
@@ -58,22 +58,24 @@ def _limits(report: LengthReport) -> Table:
 
 def _images(report: LengthReport, pixels_per_token: int) -> Table:
     over = [f"in samples over {each.limit:,}" for each in report.limits]
-    table = Table("image of", "images", "share of all tokens", *over, title="images by size", title_justify="left")
+    table = Table(
+        *("images of", "megapixels", "number", "of all tokens", *over), title="images by size", title_justify="left"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     least = 0
     for each in report.images:
-        found = [f"{number:,}" for number in each.in_samples_over]
-        share = _share(each.tokens, report.tokens)
-        table.add_row(_size(least, each, pixels_per_token), f"{each.images:,}", share, *found)
-        least = each.most_tokens or 0
+        most = each.most_tokens or least
+        bound, size = ("up to", most) if each.most_tokens is not None else ("more than", least)
+        table.add_row(
+            f"{bound} {size:,} tokens",
+            f"{size * pixels_per_token / 1e6:.2f}",
+            f"{each.images:,}",
+            _share(each.tokens, report.tokens),
+            *(f"{number:,}" for number in each.in_samples_over),
+        )
+        least = most
     return table
-
-
-def _size(least: int, images: ImageClass, pixels_per_token: int) -> str:
-    if images.most_tokens is None:
-        return f"more tokens ({least * pixels_per_token / 1e6:.2g} megapixels and more)"
-    return f"up to {images.most_tokens:,} tokens ({images.most_tokens * pixels_per_token / 1e6:.2g} megapixels)"
 
 
 def _share(part: int, whole: int) -> str:

@@ -21,7 +21,7 @@ from preprocess.encode.video import planned
 from preprocess.reject import RowRejected
 from vlmdata.errors import UsageError
 from vlmdata.families.chat import IMAGE
-from vlmdata.media.decode import shown_size
+from vlmdata.media.decode import header_size, shown_size
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import target_size
 from vlmdata.reasons import Reason
@@ -129,18 +129,28 @@ class LengthMeter:
 
 
 def image_tokens_of(part: ImagePart, config: PreprocessConfig) -> int:
-    """Returns the number of tokens of an image, if possible from the header of its file.
+    """Returns the number of tokens of an image, from the header of its file.
+
+    An image is decoded only if it has another number of tokens when it is turned as its EXIF may say.
 
     Raises:
         RowRejected: If the image cannot be used.
     """
-    family = config.model_family
+    most = config.image.max_source_pixels
     try:
-        height, width = shown_size(part.data, config.image.max_source_pixels, part.field)
-        bounds = config.image.bounds(family)
-        views = family.views(height, width, target_size(height, width, size_request(part), bounds, family, part.field))
+        width, height = header_size(part.data, most, part.field)
+        tokens = _tokens(height, width, part, config)
+        if width != height and tokens != _tokens(width, height, part, config):
+            tokens = _tokens(*shown_size(part.data, most, part.field), part, config)
     except MediaError as error:
         raise RowRejected(error.reason, error.message) from error
+    return tokens
+
+
+def _tokens(height: int, width: int, part: ImagePart, config: PreprocessConfig) -> int:
+    family = config.model_family
+    bounds = config.image.bounds(family)
+    views = family.views(height, width, target_size(height, width, size_request(part), bounds, family, part.field))
     return sum(rows * columns for rows, columns in (view.shape for view in views)) // family.factor**2
 
 

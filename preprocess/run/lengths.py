@@ -19,7 +19,7 @@ from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 
 #: Largest numbers of tokens of the classes of images in the report; the last has all others.
-_CLASSES = (256, 1024, 4096, 16384)
+_CLASSES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,10 @@ class _Sums:
     def report(self, rows: int, encoder: Encoder, half: int | None) -> LengthReport:
         """Returns the report."""
         costs = []
-        for limit, (*sums, fitting) in zip(self._limits, self._over.tolist(), strict=True):
-            costs.append(LimitCost(limit, *sums, None if half is None else fitting))
+        for limit, sums in zip(self._limits, self._over.tolist(), strict=True):
+            samples, tokens, targets, cut, beyond, of_images, fitting = sums
+            fit = None if half is None else fitting
+            costs.append(LimitCost(limit, samples, tokens, targets, cut, beyond, of_images, fit))
         images = tuple(
             ImageClass(most, images, tokens, tuple(over))
             for most, (images, tokens, *over) in zip((*_CLASSES, None), self._classes.tolist(), strict=True)

@@ -42,7 +42,11 @@ def human(value: Any, **columns: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "reason", "message"),
     [
-        ({}, Reason.MISSING_COLUMN, "neither messages nor conversations, nor texts, nor a pair .*; columns with values: none"),
+        (
+            {},
+            Reason.MISSING_COLUMN,
+            "neither messages nor conversations, nor texts, nor a pair .*; columns with values: none",
+        ),
         (
             {"text": "x", "messages": None},
             Reason.MISSING_COLUMN,

@@ -125,7 +125,7 @@ def test_the_report_tells_images_rejects_and_what_fits_at_half(encoder: Encoder,
     assert (first.samples, first.image_tokens, first.fit_at_half) == (2, 64, 1)
     assert (second.samples, second.tokens, second.fit_at_half) == (0, 0, 0)
     (images,) = report.images
-    assert (images.most_tokens, images.images, images.tokens, images.in_samples_over) == (256, 2, 68, (1, 0))
+    assert (images.most_tokens, images.images, images.tokens, images.in_samples_over) == (128, 2, 68, (1, 0))
 
 
 def test_without_room_for_half_the_report_says_nothing_of_it(encoder: Encoder, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ class TestTheCommand:
         assert ended.code == 0, ended.stderr
         assert ended.stdout.startswith("3 samples of 4 rows: ")
         assert "not measured, because rejected: 1 no_targets" in ended.stdout
-        assert "half the pixels: --max-pixels 32768 instead of 65536" in ended.stdout
+        assert "fit at half: with --max-pixels 32768 instead of 65536" in ended.stdout
         assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
     def test_prints_json(self, vlmdata: Callable[..., Ended], tmp_path: Path) -> None:
