@@ -97,7 +97,8 @@ def test_a_box_covers_the_same_pixels_of_the_resized_image(
     final_height, final_width = stored.size
     left, right = sorted((corners[0], corners[2]))
     top, bottom = sorted((corners[1], corners[3]))
-    across, down = {Unit.PIXELS: (width, height), Unit.ONE: (1, 1), Unit.THOUSAND: (1000, 1000)}[unit]
+    sides = {Unit.ONE: 1, Unit.HUNDRED: 100, Unit.THOUSAND: 1000}
+    across, down = (width, height) if unit is Unit.PIXELS else (sides[unit],) * 2
     given = (float(left * across), float(top * down), float(right * across), float(bottom * down))
     if given[0] == given[2] or given[1] == given[3]:
         with pytest.raises(RowRejected, match="it is empty"):
