@@ -44,8 +44,8 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def _drop_frame_converter() -> None:
-    """PyAV keeps one with threads for each thread that converted frames. A child that another thread forks frees it,
-    and waits for these threads forever.
+    """Tests convert frames with ``to_ndarray(format=…)``, for which PyAV keeps a converter with threads in each thread.
+    A child that another thread forks frees it, and waits for these threads forever (docs/loader.md#workers).
     """
     if "av.video.frame" in sys.modules:
         vars(sys.modules["av.video.frame"])["_thread_local"] = threading.local()

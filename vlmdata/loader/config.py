@@ -151,7 +151,8 @@ class Reading:
             shards.
         cache_dir: Folder for shards of remote datasets. They are kept in the folder ``vlmdata-cache`` in it.
         cache_bytes: Largest size of these shards in bytes.
-        multiprocessing_context: Start method of workers; None means PyTorch's default.
+        multiprocessing_context: Start method of workers; None means PyTorch's default. Choose ``forkserver`` if threads
+            of another library in your process keep forked workers from starting.
     """
 
     parts: Sequence[str] = PARTS

@@ -69,7 +69,8 @@ class Pipeline[Item]:
                 self.close(wait=False)
                 raise ResourceError(
                     f"no batch came for {self._timeout:.0f} s: a worker is stuck, or storage is slow. Check "
-                    "the workers and the disk, or raise `timeout`; the loader's state is valid."
+                    "the workers and the disk, or raise `timeout`. If workers never start, a library's threads did "
+                    'not survive the fork: set `multiprocessing_context="forkserver"`. The loader\'s state is valid.'
                 ) from None
             if item is None:
                 return
