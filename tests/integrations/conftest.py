@@ -33,8 +33,10 @@ def packs(random_data: Callable[[str], Path]) -> Callable[[str], list[PackedBatc
 
     @cache
     def of(model_type: str) -> list[PackedBatch]:
-        options = {"capacity": 1024, "max_patches": None, "global_batch": 2, "pad_multiple": 4}
-        batches = epoch_of(random_data(family_of(model_type)), **options)
+        name = family_of(model_type)
+        capacity = 2048 if name == "internvl" else 1024  # a tile has 256 tokens
+        options = {"capacity": capacity, "max_patches": None, "global_batch": 2, "pad_multiple": 4}
+        batches = epoch_of(random_data(name), **options)
         return [batch.clone() for batch in batches]
 
     return of

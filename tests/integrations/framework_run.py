@@ -31,7 +31,7 @@ import vlmdata.integrations.steps
 import vlmdata.integrations.transformers
 from tests.integrations.tiny_models import tiny_model
 from vlmdata import PackedBatch, StreamingLoader
-from vlmdata.integrations.transformers import conditional_model
+from vlmdata.integrations.supported import conditional_model
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
 

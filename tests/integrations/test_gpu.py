@@ -19,11 +19,12 @@ import torch
 from model.kernels.configurations import choose_configurations
 from tests.integrations.check import faults
 from tests.integrations.comparing import expected_losses, with_images
-from tests.integrations.tiny_models import MODELS, family_of, inputs_of_sample, tiny_model
+from tests.integrations.tiny_models import MODELS, ONE_AXIS, family_of, inputs_of_sample, tiny_model
 from vlmdata.batch import PackedBatch
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.integrations import attention, delta_net
 from vlmdata.integrations.check import Checked, Leak, check, check_data
+from vlmdata.integrations.supported import pixel_dtype
 from vlmdata.integrations.transformers import packed, packed_inputs, token_losses
 
 #: Functions of transformers' delta nets that a package may replace.
@@ -50,7 +51,12 @@ def _few_configurations() -> None:
 
 
 def sizes_of(model_type: str) -> dict[str, int]:
-    """Heads that flash-linear-attention's kernels take. With 64 columns, Triton 3.6 miscompiles their gradients."""
+    """Heads that kernels take: with 64 columns, Triton 3.6 miscompiles gradients of flash-linear-attention.
+
+    Gemma's are those of the published sizes: 256 in layers with a window, 512, too many for the kernel, in others.
+    """
+    if model_type.startswith("gemma4"):
+        return {"head_dim": 256, "global_head_dim": 512}
     return {"linear_key_head_dim": 128, "linear_value_head_dim": 128} if model_type in LINEAR else {}
 
 
@@ -89,8 +95,11 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.detach().cpu() - other.detach().cpu()).norm())
 
 
-@pytest.mark.parametrize("implementation", ATTENTIONS)
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    ("model_type", "implementation"),
+    [(model_type, implementation) for model_type in MODELS for implementation in ATTENTIONS]
+    + [(model_type, implementation) for model_type in ONE_AXIS for implementation in ("sdpa", "eager")],
+)
 def test_packs_are_as_near_to_float32_as_samples_in_bfloat16(
     model_type: str, implementation: str, packs: Packs, samples: Samples
 ) -> None:
@@ -113,7 +122,7 @@ def test_packs_are_as_near_to_float32_as_samples_in_bfloat16(
         losses = token_losses(model, batch)
         (losses * weights.cuda()).sum().backward()
         with torch.no_grad():
-            logits = model(**packed_inputs(batch.to("cuda"), torch.bfloat16)).logits[0].float().cpu()
+            logits = model(**packed_inputs(batch.to("cuda"), pixel_dtype(model))).logits[0].float().cpu()
     real = ~batch.padding_mask[0]
     (losses_32, logits_32, gradients_32), (losses_16, logits_16, gradients_16) = found
     assert distance(losses, losses_32) <= 2 * distance(losses_16, losses_32)
@@ -152,6 +161,31 @@ def test_one_call_of_a_kernel_computes_each_attention(
     assert calls.count((True, len(batch.cu_seqlens_padded) - 1)) == kinds.count("full_attention")
     assert len([causal for causal, _ in calls if not causal]) == model.config.vision_config.depth
     assert calls.count((False, len(batch.image_grid_thw))) >= 1
+
+
+@pytest.mark.parametrize("model_type", ["gemma4-dense", "gemma4-small", "internvl-qwen3"])
+def test_kernels_compute_windows_and_images_that_see_themselves(
+    model_type: str, packs: Packs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call per layer with a window, and one more for images; no mask of the decoder is made."""
+    batch, model, calls = with_images(packs(model_type)), model_on_gpu(model_type), []
+    kernel = attention.installed_kernel()
+    assert kernel is not None
+
+    def counted(q: Any, k: Any, v: Any, bounds: Any, longest: int, causal: bool, scale: Any, **more: Any) -> Any:
+        calls.append((causal, more.get("left", -1)))
+        return kernel(q, k, v, bounds, longest, causal, scale, **more)
+
+    monkeypatch.setattr(attention, "installed_kernel", lambda: counted)
+    monkeypatch.setattr("transformers.masking_utils.create_causal_mask", None)
+    monkeypatch.setattr("vlmdata.integrations.windows.Windows._mask", None)
+    with packed(model):
+        token_losses(model, batch).sum().backward()
+    kinds = model.config.text_config.layer_types
+    windows = kinds.count("sliding_attention")
+    wanted = [(True, 23)] * windows + [(False, 23)] * (windows if model_type == "gemma4-dense" else 0)
+    wanted += [(True, -1)] * (kinds.count("full_attention") if model_type == "internvl-qwen3" else 0)
+    assert sorted(calls) == sorted(wanted)
 
 
 def waits(model: Any, batch: PackedBatch) -> int:
@@ -219,11 +253,13 @@ def test_kernels_of_flash_linear_attention_follow_boundaries(packs: Packs, monke
     assert module.causal_conv1d_fn is before
 
 
+#: Models with one axis of positions, except those with experts.
+CHECKED = ("gemma4-dense", "gemma4-small", "internvl-qwen3")
 #: Each fault, and a model for it.
 PLANTED = [
     (faults.no_cu_seqlens_in_the_delta_rule, "qwen3_5", [Leak.STATE]),
     (faults.no_borders_in_the_convolution, "qwen3_5", [Leak.CONVOLUTION]),
-    *((faults.attention_over_the_pack, model_type, [Leak.ATTENTION]) for model_type in MODELS),
+    *((faults.attention_over_the_pack, model_type, [Leak.ATTENTION]) for model_type in (*MODELS, *CHECKED)),
     (faults.swapped_image_features, "qwen3_vl", [Leak.PIXELS]),
     (faults.stale_lengths, "qwen2_5_vl", [Leak.STALE]),
 ]
@@ -234,19 +270,22 @@ class TestCheckModel:
     @pytest.fixture
     def found(self, random_data: Callable[[str], Path], dtype: torch.dtype) -> Callable[..., list[Leak]]:
         def of(fault: Callable[[Any], faults.Forward], model_type: str, gradients: bool) -> list[Leak]:
-            kinds = {"layer_types": ["linear_attention", "full_attention"]} if model_type in LINEAR else {}
+            few: dict[str, Any] = {} if model_type in ONE_AXIS else {"num_hidden_layers": 2}
+            if model_type in LINEAR:
+                few["layer_types"] = ["linear_attention", "full_attention"]
 
             def build() -> Checked:
-                model = tiny_model(model_type, num_hidden_layers=2, **kinds, **sizes_of(model_type))
+                model = tiny_model(model_type, **few, **sizes_of(model_type))
                 return Checked(model, fault(model))
 
-            data = check_data(VlmDataset(random_data(family_of(model_type))), 512)
+            tokens = 1536 if model_type.startswith("internvl") else 512
+            data = check_data(VlmDataset(random_data(family_of(model_type))), tokens)
             result = check(build, data, dtype, "cuda", gradients=gradients)
             return [each.kind for each in result.findings]
 
         return cache(of)
 
-    @pytest.mark.parametrize("model_type", MODELS)
+    @pytest.mark.parametrize("model_type", [*MODELS, *CHECKED])
     def test_a_healthy_model_has_no_faults(self, model_type: str, found: Callable[..., list[Leak]]) -> None:
         assert found(faults.healthy, model_type, True) == []
 

@@ -76,3 +76,69 @@ class TestRefused:
         object.__setattr__(batch := batch.clone(), "patches", None)
         with packed(model), pytest.raises(ValueError, match="without the part 'pixels'"):
             token_losses(model, batch)
+
+
+class TestOtherFamilies:
+    """Gemma 4 and InternVL."""
+
+    def test_versions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("transformers.__version__", "5.16.0")
+        for variant, kind in (("gemma4-dense", "gemma4"), ("internvl-qwen3", "internvl")):
+            with pytest.raises(UsageError, match=f"transformers 5.16.0 is installed, and packs of {kind} were proven"):
+                packed(tiny_model(variant))
+
+    def test_flash_attention_where_images_see_themselves(self) -> None:
+        model = tiny_model("gemma4-dense")
+        model.config.text_config._attn_implementation = "flash_attention_2"
+        with pytest.raises(UsageError, match="'flash_attention_2' does not let the tokens of an image see each other"):
+            packed(model)
+
+    def test_tokens_that_see_what_they_predict(self) -> None:
+        model = tiny_model("gemma4-small")
+        model.config.text_config.use_bidirectional_attention = "all"
+        with pytest.raises(UsageError, match="use_bidirectional_attention is 'all'"):
+            packed(model)
+
+    def test_other_decoders_of_internvl(self) -> None:
+        model = tiny_model("internvl-qwen3")
+        model.config.text_config.model_type = "llama"
+        with pytest.raises(UsageError, match="the decoder of this InternVL is 'llama'.*qwen2, qwen3, qwen3_moe"):
+            packed(model)
+
+    def test_a_pack_whose_images_are_not_told(self, packs: Packs) -> None:
+        model, batch = tiny_model("gemma4-dense"), with_images(packs("gemma4-dense"))
+        inputs = packed_inputs(batch)
+        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+        for name in ("mm_token_type_ids", "pixel_values", "image_position_ids"):
+            del inputs[name]
+        with packed(model), pytest.raises(UsageError, match="neither mm_token_type_ids nor input_ids"):
+            model(inputs_embeds=embeds, **inputs)
+
+    @pytest.mark.parametrize("extra", [{"attention_mask": True}, {"use_cache": True}])
+    @pytest.mark.parametrize("variant", ["gemma4-small", "internvl-qwen3"])
+    def test_arguments_with_which_transformers_mixes_samples(
+        self, variant: str, extra: dict[str, Any], packs: Packs
+    ) -> None:
+        model, batch = tiny_model(variant), with_images(packs(variant))
+        if "attention_mask" in extra:
+            extra = {"attention_mask": torch.ones_like(batch.padding_mask, dtype=torch.long)}
+        with packed(model), pytest.raises(UsageError, match=r"pack of \d+ segments.*Pass neither"):
+            model(**packed_inputs(batch) | extra)
+
+    def test_a_batch_of_another_family(self, packs: Packs) -> None:
+        model = tiny_model("gemma4-small")
+        with packed(model), pytest.raises(UsageError, match="'gemma4', and the batch is for the family 'internvl'"):
+            token_losses(model, packs("internvl-qwen3")[0])
+
+
+def test_marks_of_images_that_are_missing_are_completed(packs: Packs) -> None:
+    """transformers would compute causal attention without them."""
+    batch = with_images(packs("gemma4-dense"))
+    for implementation in ("sdpa", "eager"):
+        model = tiny_model("gemma4-dense")
+        model.set_attn_implementation(implementation)
+        inputs = packed_inputs(batch)
+        with packed(model), torch.no_grad():
+            logits = model(**inputs).logits
+            del inputs["mm_token_type_ids"]
+            assert torch.equal(model(**inputs).logits, logits)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.loader.synthetic import IMAGE_TOKEN, SECONDS_PER_PATCH, VIDEO_TOKEN
+from tests.loader.synthetic import IMAGE_TOKEN, PAD, SECONDS_PER_PATCH, VIDEO_TOKEN
 from vlmdata.families import REGISTRY, family
 from vlmdata.format.schema import Sample
 
@@ -61,18 +61,57 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5Moe", _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48}, {}),
 }
 
+_GEMMA: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 6,
+    "global_head_dim": 64,
+    "sliding_window": 24,
+    "final_logit_softcapping": 3.0,  # so low that it matters to random weights
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": PAD,
+}
+_SEES = {"use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 2}
+_PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 1024}
+_SHARED = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+_GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
+_PATCHES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.1,
+}
+_POOLED = _PATCHES | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
+
+#: Models whose positions have one axis, by model type and variant: names, text and vision configuration. Gemma 4 as the
+#: 31B, as E2B and E4B, and as the 26B with experts; InternVL with each decoder that it has.
+ONE_AXIS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma4-dense": ("Gemma4", _GEMMA | _SEES, _POOLED | {"standardize": True}),
+    "gemma4-small": ("Gemma4", _GEMMA | _PER_LAYER | _SHARED, _POOLED),
+    "gemma4-experts": ("Gemma4", _GEMMA | _SEES | _GEMMA_EXPERTS, _POOLED),
+    "internvl-qwen3": ("InternVL", {"model_type": "qwen3", "rope_parameters": _ROPE}, _PATCHES),
+    "internvl-qwen2": ("InternVL", {"model_type": "qwen2", "rope_parameters": _ROPE, "num_hidden_layers": 2}, _PATCHES),
+    "internvl-experts": (
+        "InternVL",
+        {"model_type": "qwen3_moe", "rope_parameters": _ROPE, "num_hidden_layers": 2} | _EXPERTS,
+        _PATCHES,
+    ),
+}
+
 
 def tiny_model(model_type: str, seed: int = 0, image_token: int = IMAGE_TOKEN, **text: Any) -> Any:
     """A model of four decoder layers and two vision blocks, in float32.
 
     Args:
-        model_type: One of :data:`MODELS`.
+        model_type: One of :data:`MODELS` or of :data:`ONE_AXIS`.
         seed: Of its weights.
         image_token: Id of image placeholders.
         **text: Changes of the text configuration.
     """
     import transformers
 
+    if model_type in ONE_AXIS:
+        return _with_one_axis(model_type, seed, image_token, text)
     name, more_text, more_vision = MODELS[model_type]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(
@@ -86,16 +125,42 @@ def tiny_model(model_type: str, seed: int = 0, image_token: int = IMAGE_TOKEN, *
     return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
 
 
+def _with_one_axis(model_type: str, seed: int, image_token: int, text: dict[str, Any]) -> Any:
+    import transformers
+
+    name, more_text, vision = ONE_AXIS[model_type]
+    torch.manual_seed(seed)
+    tokens = {"video_token_id": VIDEO_TOKEN, "audio_token_id": 6} if name == "Gemma4" else {}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_TEXT | more_text | text, vision_config=dict(vision), image_token_id=image_token, **tokens
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():  # tables of positions are equal at first
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            if parameter_name.endswith("q_norm.weight") and name == "Gemma4":
+                parameter.mul_(0.3)  # scores are not divided: softmax would choose one token, and rounding with it
+    return model
+
+
 def family_of(model_type: str) -> str:
-    """The family of a model type."""
-    return next(name for name in REGISTRY if model_type in family(name).model_types)
+    """The family of a model type or of a variant."""
+    return next(name for name in REGISTRY if model_type.split("-")[0] in family(name).model_types)
 
 
 def inputs_of_sample(model: Any, sample: Sample) -> dict[str, torch.Tensor]:
     """The arguments of a forward pass as the processor makes them: transformers computes the positions."""
     ids = torch.from_numpy(sample.input_ids[: sample.length].astype(np.int64))[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    values = family(family_of(model.config.model_type)).pixel_values
+    rules = family(family_of(model.config.model_type))
+    values = rules.pixel_values
+    if len(rules.position_axes) == 1:
+        if model.config.model_type == "gemma4":
+            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+        if len(sample.items):
+            grids = torch.tensor([item.grid for item in sample.items])
+            inputs |= rules.image_inputs(values(torch.from_numpy(sample.patches.copy())), grids)
+        return inputs
     kinds = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
     inputs["mm_token_type_ids"] = torch.zeros_like(ids)
     for number, (kind, (pixels, grids)) in enumerate(kinds.items(), start=1):
@@ -115,7 +180,8 @@ def inputs_of_sample(model: Any, sample: Sample) -> dict[str, torch.Tensor]:
 
 def losses_of_sample(model: Any, sample: Sample) -> torch.Tensor:
     """The loss at every token but the last, (length - 1,), 0 where the next one is no target."""
-    model.model.rope_deltas = None
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
     inputs = inputs_of_sample(model, sample)
     logits = model(**inputs, use_cache=False).logits[0]
     target = torch.from_numpy(sample.loss_mask[1 : sample.length].astype(bool))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def write_dataset(
         videos: Whether about half of the items are videos, of one to four temporal patches.
         video_copies: Temporal copies stored of each of their patches.
         longest_text: Limit of the tokens of text after an item.
-        largest_image: Longest side of an image, in tokens.
+        largest_image: Longest side of an image, in tokens; without meaning in families with tiles.
     """
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
@@ -132,7 +133,9 @@ def _add_sample(
     longest_text: int,
     largest_image: int,
 ) -> IndexRow:
-    grids = 2 * random.integers(1, largest_image + 1, (row % 4, 3))
+    grids = family.merge_size * random.integers(1, largest_image + 1, (row % 4, 3))
+    if family.most_views > 1:  # tiles of one size
+        grids[:] = math.isqrt(family.min_pixels) // family.patch_size
     grids[:, 0] = 1
     kinds = [IMAGE] * len(grids)
     if video_copies:
@@ -145,7 +148,7 @@ def _add_sample(
             if number:  # the time of the next temporal patch, between vision marks
                 pieces += [np.array([4]), random.integers(7, 999, random.integers(1, 5)), np.array([3])]
             starts += [sum(map(len, pieces))] * (number == 0)
-            pieces.append(np.full(np.prod(block) // 4, TOKENS[kind]))
+            pieces.append(np.full(np.prod(block) // family.patches_per_token, TOKENS[kind]))
         pieces.append(random.integers(7, 999, random.integers(1, longest_text)))
     ids = np.concatenate(pieces)
     length, padded = len(ids), -(-len(ids) // 16) * 16
@@ -157,7 +160,7 @@ def _add_sample(
         random.integers(0, 256, (grid.prod() * frames, family.patch_bytes), dtype=np.uint8)
         for grid, frames in zip(grids, copies, strict=True)
     ]
-    positions = np.zeros((3, padded), np.int32)
+    positions = np.zeros((len(family.position_axes), padded), np.int32)
     shapes = [ItemShape(kind, tuple(grid.tolist()), n) for kind, grid, n in zip(kinds, grids, copies, strict=True)]
     positions[:, :length] = _positions(family, ids, shapes)
 

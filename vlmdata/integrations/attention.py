@@ -3,7 +3,8 @@
 transformers' SDPA takes a pack with a mask of all its tokens by all its tokens, which excludes the fast kernels and
 computes what lies between samples, too. :func:`attend` takes the segments instead. On CUDA, in bfloat16 and float16,
 it is one call of a kernel for sequences of any lengths: torch's ``varlen_attn``, else that of the package flash-attn.
-Elsewhere it computes segment by segment with SDPA.
+Elsewhere it computes segment by segment with SDPA. Layers with a sliding window have it within segments
+(:mod:`vlmdata.integrations.windows`): a kernel knows windows, and SDPA gets a mask of each segment.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import Any
 import torch
 
 from vlmdata.integrations.segments import SEGMENTS, Segments, SegmentsMask
+from vlmdata.integrations.windows import Windows
 
 #: ``attn_implementation`` of prepared decoders: plain calls are SDPA's.
 DECODER = "vlmdata"
 #: The same of prepared vision encoders. With "flash" in its name, transformers gives all images in one call.
 ENCODER = "vlmdata_flash"
 
-#: Queries, keys, values (T, heads, width), int32 boundaries, longest segment, causal, scale -> (T, heads, width).
+#: Queries, keys, values (T, heads, width), int32 boundaries, longest segment, causal, scale -> (T, heads, width). Two
+#: keywords: ``left``, tokens that a token sees before itself; ``keys``, boundaries and longest segment of keys where
+#: they are others than those of queries.
 Kernel = Callable[..., torch.Tensor]
 
 
@@ -42,13 +46,14 @@ def exchange(decoder: Any, encoder: Any) -> Callable[[], None]:
 
     Args:
         decoder: Configuration of the decoder. It is changed.
-        encoder: Configuration of the vision encoder. It is changed.
+        encoder: Configuration of the vision encoder. It is changed. None if it computes images in rows, not in a pack.
 
     Returns:
         What undoes that, unless another attention was set in the meantime.
     """
     register()
-    wanted = [(config, name) for config, name in ((decoder, DECODER), (encoder, ENCODER)) if _may_exchange(config)]
+    named = ((decoder, DECODER), (encoder, ENCODER))
+    wanted = [(each, name) for each, name in named if each is not None and each._attn_implementation == "sdpa"]
     for config, name in wanted:
         config._attn_implementation_internal = name
 
@@ -58,11 +63,6 @@ def exchange(decoder: Any, encoder: Any) -> Callable[[], None]:
                 config._attn_implementation_internal = "sdpa"
 
     return undo
-
-
-def _may_exchange(config: Any) -> bool:
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    return config._attn_implementation == "sdpa" and not windows
 
 
 def attend(
@@ -85,16 +85,19 @@ def attend(
         attention_mask: A :class:`SegmentsMask` for a pack; a mask or None in other calls.
         scaling: Factor of the scores.
         dropout: Probability, for which there is no fast kernel.
-        **kwargs: ``vlmdata_segments`` for a pack, or ``cu_seq_lens_q`` and ``max_length_q`` for images. Others have no
-            effect on these.
+        **kwargs: ``vlmdata_segments`` for a pack, with ``sliding_window`` in layers that have one, or ``cu_seq_lens_q``
+            and ``max_length_q`` for images. Others have no effect on these.
 
     Returns:
         (1, T, heads, width), and None for the weights.
     """
     segments: Segments | None = kwargs.get(SEGMENTS)
-    bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+    bounds: Any = kwargs.get("cu_seq_lens_q")
+    longest: Any = kwargs.get("max_length_q")
+    windows = None
     if segments is not None and isinstance(attention_mask, SegmentsMask):
         bounds, longest = segments.cu_seqlens, max(segments.lengths)
+        windows = segments.windows(kwargs.get("sliding_window"))
     elif bounds is None or attention_mask is not None:
         return _plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     causal = bool(kwargs.get("is_causal", module.is_causal))
@@ -103,15 +106,39 @@ def attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     kernel = kernel_for(query, value, dropout)
     if kernel is not None:
-        parts = (each[0].transpose(0, 1) for each in (query, key, value))
+        queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
         bounds = bounds.to(query.device, torch.int32)
-        return kernel(*parts, bounds, longest, causal, scaling)[None], None
+        if windows is not None:
+            return _in_windows(kernel, queries, keys, values, bounds, longest, scaling, windows)[None], None
+        return kernel(queries, keys, values, bounds, longest, causal, scaling)[None], None
     lengths = bounds.diff().tolist() if segments is None else list(segments.lengths)
+    masks = [None] * len(lengths) if windows is None else windows.masks
     pieces = [
-        _plain(module, *each, None, scaling=scaling, dropout=dropout, is_causal=causal)[0]
-        for each in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        _plain(module, *each, scaling=scaling, dropout=dropout, is_causal=causal)[0]
+        for each in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), masks, strict=True)
     ]
     return torch.cat(pieces, dim=1), None
+
+
+def _in_windows(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    windows: Windows,
+) -> torch.Tensor:
+    """Causal attention in windows; then that of images' tokens, which also see the later ones of their image."""
+    left, seen = windows.left, windows.seen_keys
+    out = kernel(query, key, value, bounds, longest, True, scale, left=left)
+    if seen is None:
+        return out
+    parts = (query.index_select(0, seen.queries), key.index_select(0, seen.keys), value.index_select(0, seen.keys))
+    keys = (seen.key_bounds, seen.longest_key)
+    of_images = kernel(*parts, seen.query_bounds, seen.longest_query, False, scale, left=left, keys=keys)
+    return out.index_copy(0, seen.queries, of_images)
 
 
 def _plain(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -142,9 +169,20 @@ def _of_torch() -> Kernel | None:
     if not {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters):
         return None  # torch 2.10 has no scale
 
-    def kernel(q: Any, k: Any, v: Any, bounds: Any, longest: int, causal: bool, scale: float | None) -> torch.Tensor:
-        window = (-1, 0) if causal else (-1, -1)
-        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=window)
+    def kernel(
+        q: Any,
+        k: Any,
+        v: Any,
+        bounds: Any,
+        longest: int,
+        causal: bool,
+        scale: float | None,
+        left: int = -1,
+        keys: tuple[torch.Tensor, int] | None = None,
+    ) -> torch.Tensor:
+        key_bounds, longest_key = keys or (bounds, longest)
+        window = (left, 0 if causal else -1)
+        out = varlen_attn(q, k, v, bounds, key_bounds, longest, longest_key, scale=scale, window_size=window)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -157,9 +195,21 @@ def _of_flash_attn() -> Kernel | None:
     except ImportError:
         return None
 
-    def kernel(q: Any, k: Any, v: Any, bounds: Any, longest: int, causal: bool, scale: float | None) -> torch.Tensor:
+    def kernel(
+        q: Any,
+        k: Any,
+        v: Any,
+        bounds: Any,
+        longest: int,
+        causal: bool,
+        scale: float | None,
+        left: int = -1,
+        keys: tuple[torch.Tensor, int] | None = None,
+    ) -> torch.Tensor:
+        key_bounds, longest_key = keys or (bounds, longest)
+        window = (left, 0 if causal else -1)
         out: torch.Tensor = flash_attn_varlen_func(
-            q, k, v, bounds, bounds, longest, longest, softmax_scale=scale, causal=causal
+            q, k, v, bounds, key_bounds, longest, longest_key, softmax_scale=scale, causal=causal, window_size=window
         )
         return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Never, Self
@@ -12,6 +12,7 @@ from typing import Any, Never, Self
 import torch
 
 from vlmdata.batch import PackedBatch
+from vlmdata.integrations.windows import Span, Windows, to_device
 
 #: The keyword by which a decoder's layers get the segments of a pack.
 SEGMENTS = "vlmdata_segments"
@@ -22,13 +23,6 @@ LATE = (
     "A layer got a pack, but is not prepared for packs. If gradient checkpointing is on, call backward() before "
     "`with packed(model)` ends, because it computes layers again."
 )
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a tensor from the host to a device, without waiting for the device."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 class SegmentsMask(torch.Tensor):
@@ -61,6 +55,9 @@ class Segments:
     lengths: tuple[int, ...]  # tokens of each segment
     #: int32 (segments + 1,), start of each segment, and the end of the last, on the device of the row.
     cu_seqlens: torch.Tensor
+    #: Runs of images' tokens that see each other in both directions, in layers with a sliding window.
+    runs: tuple[Span, ...] = ()
+    _windows: dict[int, Windows] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, positions: torch.Tensor) -> Self | None:
@@ -77,21 +74,34 @@ class Segments:
         return cls.of_bounds([0, *starts.tolist(), len(positions)], positions.device)
 
     @classmethod
-    def of_bounds(cls, bounds: Sequence[int], device: torch.device) -> Self | None:
+    def of_bounds(cls, bounds: Sequence[int], device: torch.device, *, least: int = 2) -> Self | None:
         """Makes the segments of boundaries that the host knows: nothing waits for the device.
 
         Args:
             bounds: Start of each segment, and the end of the last. Empty segments are left out.
             device: Where the boundaries go.
+            least: Segments of a pack; a row with fewer is computed by transformers' own attention.
 
         Returns:
-            None if there is one segment.
+            None if there are fewer segments.
         """
         bounds = [bounds[0], *(end for start, end in pairwise(bounds) if end > start)]
-        if len(bounds) <= 2:
+        if len(bounds) <= least:
             return None
         lengths = tuple(end - start for start, end in pairwise(bounds))
         return cls(lengths, to_device(torch.tensor(bounds, dtype=torch.int32), device))
+
+    def with_runs(self, runs: tuple[Span, ...]) -> Self:
+        """The same segments with runs of images' tokens."""
+        return replace(self, runs=runs, _windows={})
+
+    def windows(self, size: int | None) -> Windows | None:
+        """What layers with a sliding window of a size need: the same object each time; None without a window."""
+        if size is None:
+            return None
+        if size not in self._windows:
+            self._windows[size] = Windows(size, self.lengths, self.runs, self.cu_seqlens.device)
+        return self._windows[size]
 
     @cached_property
     def long(self) -> torch.Tensor:

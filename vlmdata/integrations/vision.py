@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from vlmdata.integrations import attention
-from vlmdata.integrations.segments import PACK, to_device
+from vlmdata.integrations.segments import PACK
+from vlmdata.integrations.supported import has_one_axis
+from vlmdata.integrations.windows import to_device
 
 #: Images whose indices are remembered: about 20 MB at 1,000 tokens per image.
 _REMEMBERED = 128
@@ -25,7 +27,7 @@ _REMEMBERED = 128
 def before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook of language and vision model, with keywords."""
     attention.register()  # a prepared model may come from another process
-    if not _is_pack(kwargs):
+    if not _is_pack(model, kwargs):
         return None
     kwargs = kwargs | _grids_on_host(kwargs)
     if kwargs.get("pixel_values") is None and kwargs.get("pixel_values_videos") is None and _has_peers():
@@ -33,11 +35,12 @@ def before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return args, kwargs
 
 
-def _is_pack(kwargs: dict[str, Any]) -> bool:
+def _is_pack(model: Any, kwargs: dict[str, Any]) -> bool:
     positions = kwargs.get("position_ids")
-    if positions is None or positions.ndim != 3 or len(positions) != 4:
+    if positions is None or kwargs.get("input_ids") is None or kwargs.get("past_key_values") is not None:
         return False
-    return kwargs.get("input_ids") is not None and kwargs.get("past_key_values") is None
+    shape = tuple(positions.shape)
+    return shape[:-1] == (1,) if has_one_axis(model) else len(shape) == 3 and shape[0] == 4
 
 
 def _has_peers() -> bool:
@@ -57,17 +60,35 @@ def _used_for_nothing(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Arguments for a pack of text that uses the encoder, too.
 
     DDP and FSDP wait for all processes at the parameters that one of them uses. The encoder gets one black token's
-    worth of patches, and what it returns counts zero times.
+    worth of patches, or one black tile, and what it returns counts zero times.
     """
-    config, visual = model.visual.config, model.visual
-    side = visual.spatial_merge_size
-    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    pixels = torch.zeros(side**2, columns, dtype=visual.dtype, device=ids.device)
-    features = model.get_image_features(pixels, torch.tensor([[1, side, side]]), return_dict=True)
+    features = model.get_image_features(**_black(model, ids.device), return_dict=True)
     parts = [*features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
     embeds = model.get_input_embeddings()(ids)
     nothing = sum(part.sum() for part in parts) * 0.0
-    return {"input_ids": None, "inputs_embeds": embeds + nothing.to(embeds.dtype)}
+    inputs = {"input_ids": None, "inputs_embeds": embeds + nothing.to(embeds.dtype)}
+    if model.config.model_type == "gemma4":
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+        if model.config.text_config.hidden_size_per_layer_input:  # else it looks for the ids of all embeddings
+            inputs["per_layer_inputs"] = model.language_model.get_per_layer_inputs(ids, None)
+    return inputs
+
+
+def _black(model: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Arguments of ``get_image_features`` for the smallest image."""
+    kind, config = model.config.model_type, model.config.vision_config
+    if kind == "internvl":
+        height, width = config.image_size
+        return {"pixel_values": torch.zeros(1, config.num_channels, height, width, device=device)}
+    if kind == "gemma4":
+        side = config.pooling_kernel_size
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).to(device)
+        pixels = torch.zeros(1, side**2, 3 * config.patch_size**2, device=device)
+        return {"pixel_values": pixels, "image_position_ids": places[None]}
+    side, visual = model.visual.spatial_merge_size, model.visual
+    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    pixels = torch.zeros(side**2, columns, dtype=visual.dtype, device=device)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
 
 
 def before_encoder(visual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,8 +17,8 @@ from tests.loader.synthetic import write_dataset
 from vlmdata.cli.check_model import check_model
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.integrations.check import models
 from vlmdata.integrations.check.packs import check_data
+from vlmdata.integrations.check.reduced import reduced
 
 OWN = """
 import torch
@@ -187,13 +187,13 @@ def test_a_small_model_keeps_every_kind_of_layer() -> None:
     """Of configurations as large as those on the hub, without their weights."""
     from transformers import Qwen2_5_VLConfig, Qwen3_5MoeConfig, Qwen3VLConfig
 
-    moe = models.reduced(Qwen3_5MoeConfig())
+    moe = reduced(Qwen3_5MoeConfig())
     assert moe.text_config.layer_types == ["linear_attention", "full_attention"] * 2
     assert moe.text_config.num_experts == 8
-    deep = models.reduced(Qwen3VLConfig())
+    deep = reduced(Qwen3VLConfig())
     assert deep.vision_config.deepstack_visual_indexes == [0, 1, 2]
     assert deep.text_config.num_hidden_layers > 3
-    windows = models.reduced(Qwen2_5_VLConfig())
+    windows = reduced(Qwen2_5_VLConfig())
     assert (windows.vision_config.depth, windows.vision_config.fullatt_block_indexes) == (4, [1, 3])
     for small, full in ((moe, Qwen3_5MoeConfig()), (deep, Qwen3VLConfig()), (windows, Qwen2_5_VLConfig())):
         assert small.text_config.vocab_size == full.text_config.vocab_size

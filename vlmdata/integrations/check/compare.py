@@ -23,6 +23,7 @@ from vlmdata.integrations.check.record import (
     Site,
     Tensors,
     inputs_of,
+    into_shared,
     named_arguments,
     replaced,
     tensors_of,
@@ -130,7 +131,7 @@ class Forced:
         names = list(named_arguments(place.module, args, {}, bool(place.function)))
         right = self._right(place, True, turn)
         args = tuple(replaced(value, right, name) for name, value in zip(names, args, strict=True))
-        kwargs = {name: replaced(value, right, name) for name, value in kwargs.items()}
+        kwargs = into_shared(kwargs, {name: replaced(value, right, name) for name, value in kwargs.items()})
         self._callers.append(place.name)
         output = compute(*args, **kwargs)
         self._callers.pop()

@@ -37,7 +37,7 @@ REMEDIES: Mapping[Leak, str] = {
     Leak.CONVOLUTION: "The short convolution ignores the borders of samples. Give it seq_idx or cu_seqlens, put "
     "zeros between samples, or call it once per sample.",
     Leak.ATTENTION: "Attention sees the whole pack. Pass batch.cu_seqlens_padded to a flash attention, or a "
-    "block-diagonal causal mask to another.",
+    "block-diagonal causal mask to another. If images see themselves in both directions, the mask must let them.",
     Leak.POSITION: "The rotary positions are not those of the sample alone. Pass batch.position_ids unmodified; they "
     "start at 0 in each sample.",
     Leak.PIXELS: "Image tokens hold the features of other pixels. Pass pixel_values and image_grid_thw in the order of "
@@ -140,12 +140,14 @@ def kind_of(difference: Difference, scene: Scene, tolerance: Tolerance) -> Leak:
 def _by_path(path: str, given: bool, unit: str) -> Leak | None:
     if unit == "target":
         return Leak.LABELS
+    if path == "image_hidden_states":
+        return Leak.PIXELS
     if not given:
         return None
     if "deepstack" in path or path == "visual_pos_masks":
         return Leak.DEEPSTACK
     if "position_ids" in path or "position_embeddings" in path:
-        return Leak.POSITION
+        return Leak.PIXELS if unit == "image" else Leak.POSITION
     return None
 
 
@@ -153,7 +155,7 @@ def _by_module(module: torch.nn.Module, given: bool, name: str) -> Leak | None:
     kind = type(module).__name__
     if "Rotary" in kind:
         return Leak.POSITION
-    if given and name.rpartition(".")[2] in ("visual", "vision_model", "patch_embed"):
+    if given and name.rpartition(".")[2] in ("visual", "vision_model", "vision_tower", "patch_embed", "patch_embedder"):
         return Leak.PIXELS
     if given and isinstance(module, torch.nn.Embedding):
         return Leak.PIXELS if _is_vision(name) else Leak.TOKENS
@@ -180,7 +182,7 @@ def _by_owner(owner: str, scene: Scene, at_images: bool, only_images: bool) -> L
 
 
 def _is_vision(name: str) -> bool:
-    return any(part.startswith(("visual", "vision")) for part in name.split("."))
+    return any(part.startswith(("visual", "vision", "embed_vision", "multi_modal")) for part in name.split("."))
 
 
 def _image_rows(data: SampleBatch, unit: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ from vlmdata.errors import UsageError
 from vlmdata.families.chat import VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.integrations.check.own import Checked
-from vlmdata.integrations.transformers import MODEL_TYPES, packed, packed_forward
-
-#: Width of the hidden states of a small model; the vision tower has half.
-_WIDTH = 128
+from vlmdata.integrations.check.reduced import reduced
+from vlmdata.integrations.supported import MODEL_TYPES
+from vlmdata.integrations.transformers import packed, packed_forward
 
 
 def read_config(name: str) -> Any:
@@ -134,81 +133,3 @@ def _small(config: Any, attention: str | None) -> Any:
         if module_name.endswith("A_log"):  # a state that decays within a token would hide what runs on
             parameter.data.uniform_(0.05, 0.5).log_()
     return model
-
-
-def reduced(config: Any) -> Any:
-    """Returns the configuration of a small model with every kind of layer: widths, heads and experts are cut, too.
-
-    What decides how samples are told apart stays: patches, windows, head sizes, rotary sections, kernel sizes, the
-    vocabulary.
-    """
-    values = config.to_dict()
-    text, vision = values["text_config"], values["vision_config"]
-    own_head_size = values["model_type"] != "qwen2_5_vl"  # which divides the width by the heads
-    _reduce_text(text, max(4, len(vision.get("deepstack_visual_indexes") or ()) + 1), own_head_size)
-    _reduce_vision(vision, text["hidden_size"])
-    for part in (values, text, vision):
-        for name in ("dtype", "torch_dtype", "_attn_implementation", "_name_or_path", "transformers_version"):
-            part.pop(name, None)
-        part["initializer_range"] = 0.1
-    return type(config).from_dict(values)
-
-
-def _reduce_text(text: dict[str, Any], layers: int, own_head_size: bool) -> None:
-    head = text["hidden_size"] // text["num_attention_heads"]
-    if own_head_size:
-        head = text.get("head_dim") or head
-    groups = text["num_attention_heads"] // text["num_key_value_heads"]
-    heads = min(2, text["num_key_value_heads"]) if own_head_size else 1
-    queries = heads * min(groups, 2)
-    kinds = _kinds_of_layers(text)
-    distinct = list(dict.fromkeys(kinds))
-    chosen = [distinct[number % len(distinct)] for number in range(max(layers, 2 * len(distinct)))]
-    if "layer_types" in text:
-        text["layer_types"] = [kind for kind, _ in chosen]
-    if "mlp_only_layers" in text:
-        text["mlp_only_layers"] = [number for number, (_, dense) in enumerate(chosen) if dense]
-        text["decoder_sparse_step"] = 1
-    text |= {
-        "num_hidden_layers": len(chosen),
-        "hidden_size": _WIDTH if own_head_size else queries * head,
-        "head_dim": head,
-        "num_key_value_heads": heads,
-        "num_attention_heads": queries,
-        "intermediate_size": 2 * _WIDTH,
-    }
-    if "linear_num_key_heads" in text:
-        ratio = text["linear_num_value_heads"] // text["linear_num_key_heads"]
-        keys = min(2, text["linear_num_key_heads"])
-        text |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * min(ratio, 2)}
-    if "num_experts" in text:
-        experts = min(8, text["num_experts"])
-        text |= {"num_experts": experts, "num_experts_per_tok": min(2, text["num_experts_per_tok"])}
-        text |= {"moe_intermediate_size": _WIDTH // 2}
-        if text.get("shared_expert_intermediate_size"):
-            text["shared_expert_intermediate_size"] = _WIDTH // 2
-
-
-def _kinds_of_layers(text: dict[str, Any]) -> Sequence[tuple[str, bool]]:
-    """The kind of attention of each layer, and whether it is without experts although others have some."""
-    count = text["num_hidden_layers"]
-    types = text.get("layer_types") or ["full_attention"] * count
-    dense, every = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step") or 1
-    return [(types[n], n in dense or ("mlp_only_layers" in text and (n + 1) % every != 0)) for n in range(count)]
-
-
-def _reduce_vision(vision: dict[str, Any], width: int) -> None:
-    deepstack = vision.get("deepstack_visual_indexes")
-    depth = max(2, len(deepstack or ()) + 1)
-    if deepstack:
-        vision["deepstack_visual_indexes"] = list(range(len(deepstack)))
-    if vision.get("fullatt_block_indexes"):
-        depth = 4
-        vision["fullatt_block_indexes"] = [1, 3]
-    vision |= {
-        "depth": min(depth, vision["depth"]) if not deepstack else depth,
-        "hidden_size": _WIDTH // 2,
-        "intermediate_size": _WIDTH,
-        "num_heads": 2,
-        "out_hidden_size": width,
-    }

@@ -58,6 +58,7 @@ class SampleBatch:
         rows: Where each of them lies.
         totals: Rows of the batch by what is counted.
         seconds: Seconds per temporal patch of each video.
+        longest_image: Patches of the largest image of all chosen samples.
     """
 
     batch: PackedBatch
@@ -65,6 +66,7 @@ class SampleBatch:
     rows: tuple[SampleSpans, ...]
     totals: dict[str, int]
     seconds: tuple[float, ...] = ()
+    longest_image: int = 0
 
     @property
     def vision_tokens(self) -> torch.Tensor:
@@ -197,7 +199,8 @@ def _batch(
         family=family,
     )
     told = tuple(each for number in numbers for each in seconds[number])
-    return SampleBatch(batch, numbers, *_rows(batch, chosen, starts), told)
+    longest = max((int(np.prod(item.grid)) for sample in samples for item in sample.items), default=0)
+    return SampleBatch(batch, numbers, *_rows(batch, chosen, starts), told, longest)
 
 
 class _Items:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vlmdata.integrations.check.packs import SampleBatch, SampleSpans
-from vlmdata.integrations.check.record import Site, Tensors, named_arguments, replaced, tensors_of
+from vlmdata.integrations.check.record import Site, Tensors, named_arguments, not_shared, replaced, tensors_of
 
 #: A change of an output row above this share of its size is an influence. The inputs of a sample change by about 1.
 _SEEN = 1e-6
@@ -67,7 +67,7 @@ def probe(
             return _noisy(tensor, into[path], begin, end) if path in into and end > begin else tensor
 
         given = [replaced(value, noisy, name) for name, value in zip(names, args, strict=True)]
-        named = {name: replaced(value, noisy, name) for name, value in kwargs.items()}
+        named = {name: replaced(value, noisy, name) for name, value in not_shared(kwargs).items()}
         return {path: each for path, each in tensors_of(compute(*given, **named)).items() if path in out}
 
     def change(after: Tensors, rows: SampleSpans) -> float:

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -234,6 +235,22 @@ def replaced(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor], pa
     if isinstance(value, Mapping):
         return type(value)(**changed) if type(value) is not dict else changed
     return dataclasses.replace(value, **changed)
+
+
+def into_shared(given: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns changed arguments, with the changes of dictionaries that layers share in these dictionaries themselves.
+
+    Gemma's layers put their keys and values into one, from which later layers take them.
+    """
+    for name, value in given.items():
+        if isinstance(value, UserDict) and changed[name] is not value:
+            value.update(changed[name])
+    return {name: given[name] if isinstance(given[name], UserDict) else value for name, value in changed.items()}
+
+
+def not_shared(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments with copies of the dictionaries that layers share."""
+    return {name: UserDict(each) if isinstance(each, UserDict) else each for name, each in kwargs.items()}
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:

@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.integrations.check.own import Checked, Computed, outcome_of, targets_of
 from vlmdata.integrations.check.packs import SampleBatch
 from vlmdata.integrations.check.record import Listener, Record, RecordedCall, listening
-from vlmdata.integrations.transformers import conditional_model
+from vlmdata.integrations.supported import MARK_IMAGES, conditional_model, has_one_axis, pixel_dtype
 
 type Gradients = dict[str, torch.Tensor]
 
@@ -70,6 +71,8 @@ class Bench:
         """Computes a sample alone, by the reference."""
         if not self.plain:
             return self._run(self.checked.alone or self.checked.forward, data, listener)
+        if has_one_axis(self.inner):
+            return self._run(partial(self._plain_forward_in_rows, longest=data.longest_image), data, listener)
         return self._run(partial(self._plain_forward, seconds=data.seconds), data, listener)
 
     def recorded(self, data: SampleBatch) -> Alone:
@@ -126,6 +129,21 @@ class Bench:
             inputs["pixel_values_videos"] = batch.pixel_values_videos(inner.model.visual.dtype)
             if kinds.model_type == "qwen2_5_vl":
                 inputs["second_per_grid_ts"] = torch.tensor(seconds, device=ids.device)
+        return {"logits": inner(**inputs, use_cache=False, logits_to_keep=targets_of(batch)).logits}
+
+    def _plain_forward_in_rows(self, batch: PackedBatch, longest: int) -> dict[str, Any]:
+        """The same of models whose positions have one axis. Images have as many rows of patches as in packs."""
+        inner, ids = self.inner, batch.input_ids
+        assert ids is not None
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if inner.config.model_type in MARK_IMAGES:
+            inputs["mm_token_type_ids"] = (ids == inner.config.image_token_id).long()
+        if len(batch.host.image_grid_thw):
+            inputs |= batch.image_inputs(pixel_dtype(inner))
+        for name, filling in (("image_position_ids", -1), ("pixel_values", 0)):
+            if "image_position_ids" in inputs:
+                missing = longest - inputs[name].shape[1]
+                inputs[name] = pad(inputs[name], (0, 0, 0, missing), value=filling)
         return {"logits": inner(**inputs, use_cache=False, logits_to_keep=targets_of(batch)).logits}
 
 
