@@ -102,7 +102,7 @@ class TestOtherFamilies:
     def test_other_decoders_of_internvl(self) -> None:
         model = tiny_model("internvl-qwen3")
         model.config.text_config.model_type = "llama"
-        with pytest.raises(UsageError, match="the decoder of this InternVL is 'llama'.*qwen2, qwen3, qwen3_moe"):
+        with pytest.raises(UsageError, match=r"the decoder of this InternVL is 'llama'.*qwen2, qwen3, qwen3_moe"):
             packed(model)
 
     def test_a_pack_whose_images_are_not_told(self, packs: Packs) -> None:
