@@ -18,7 +18,8 @@ from typing import Any
 from vlmdata.families import Family
 from vlmdata.families.chat import IMAGE
 from vlmdata.families.grounding import Grounding
-from vlmdata.format.schema import BOX_IMAGES, ItemShape
+from vlmdata.format.schema import BOX_IMAGES
+from vlmdata.media.codecs.base import ItemShape
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 #: How far before a box its object may begin, in characters, so that long texts are not searched again for each box.
@@ -106,6 +107,11 @@ def pictures_of(items: Sequence[ItemShape], starts: Sequence[int], family: Famil
         for number, (item, start) in enumerate(zip(items, starts, strict=True))
         if item.kind == IMAGE
     )
+
+
+def may_have_boxes(text: str, rules: Grounding) -> bool:
+    """True if a text has a key or a token of boxes or points: a quick look, before it is read token by token."""
+    return any(mark in text for mark in (rules.box_key, rules.point_key, *(rules.box_marks or ())[:1]))
 
 
 def _recorded(metadata: Mapping[str, Any]) -> dict[tuple[float, ...], set[int]]:
