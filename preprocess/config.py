@@ -35,6 +35,7 @@ __all__ = [
     "SpecialText",
     "TrainThink",
     "TrainTurns",
+    "VariantKind",
     "VideoConfig",
     "data_option",
     "run_option",
@@ -87,6 +88,14 @@ class SpecialText(StrEnum):
 
     REJECT = "reject"
     PLAIN = "plain"
+
+
+class VariantKind(StrEnum):
+    """How the variants of a conversation differ. ``flip`` exchanges left and right, which texts may name."""
+
+    SCALE = "scale"
+    CROP = "crop"
+    FLIP = "flip"
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,22 @@ class PreprocessConfig:
     train_think: Annotated[
         TrainThink, text_option("Learn think blocks: if they contain reasoning, always, or never.")
     ] = TrainThink.AUTO
+    variants: Annotated[
+        int,
+        image_option(
+            "Samples of each conversation with images: as it is, and with its images in other sizes and crops, drawn "
+            "by the row's content. Boxes and points follow."
+        ),
+    ] = 1
+    variant_kinds: Annotated[
+        tuple[VariantKind, ...],
+        image_option(
+            "How variants differ: other sizes within the budget (`scale`), crops that keep all boxes and points "
+            "(`crop`), and left and right exchanged (`flip`), which your texts must allow.",
+            metavar="KIND,KIND",
+            shown_default="scale,crop",
+        ),
+    ] = (VariantKind.SCALE, VariantKind.CROP)
     max_length: Annotated[int, text_option("Largest number of tokens in a sample.")] = 8192
     overlong: Annotated[
         Overlong,
@@ -210,9 +235,29 @@ class PreprocessConfig:
             raise ValueError(f"video_pixels is {videos.name}, which stores files of images; choose another codec")
         if len(set(self.keep_columns)) < len(self.keep_columns) or not all(self.keep_columns):
             raise ValueError(f"keep_columns is {','.join(self.keep_columns)}; name each column once")
-        for name in ("max_length", "pad_multiple", "rows_per_shard"):
+        self._require_variants()
+        for name in ("max_length", "pad_multiple", "rows_per_shard", "variants"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def _require_variants(self) -> None:
+        kinds, family = self.variant_kinds, self.model_family
+        if not kinds or len(set(kinds)) < len(kinds):
+            raise ValueError(f"variant_kinds is {','.join(kinds)!r}; name each kind once")
+        if self.variants == 1:
+            if set(kinds) != {VariantKind.SCALE, VariantKind.CROP}:
+                raise ValueError(f"variant_kinds is {','.join(kinds)}; it has no effect without variants")
+            return
+        if family.grounding is None:
+            raise ValueError(
+                f"variants is {self.variants}, and the sizes of images of the family {family.name} are not free: omit "
+                "it"
+            )
+        if self.codec.needs_file and set(kinds) != {VariantKind.SCALE}:
+            raise ValueError(
+                f"variant_kinds is {','.join(kinds)}, and pixels={self.pixels} stores whole files: name only scale, or "
+                "choose other pixels"
+            )
 
     @property
     def model_family(self) -> Family:
@@ -240,6 +285,7 @@ class PreprocessConfig:
         if hosts:  # earlier versions had no such option
             options["media"]["private_hosts"] = list(hosts)
         options["keep_columns"] = list(self.keep_columns)
+        options["variant_kinds"] = list(self.variant_kinds)
         return {name: value for name, value in options.items() if name not in _LATER or value != _LATER[name]}
 
     @classmethod
@@ -256,6 +302,8 @@ class PreprocessConfig:
         if "damaged" in video:
             video["damaged"] = DamagedVideos(video["damaged"])
         given["keep_columns"] = tuple(given.get("keep_columns", ()))
+        if "variant_kinds" in given:
+            given["variant_kinds"] = tuple(map(VariantKind, given["variant_kinds"]))
         media["private_hosts"] = tuple(media.get("private_hosts", ()))
         return cls(image=ImageConfig(**image), media=MediaConfig(**media), video=VideoConfig(**video), **given)
 
@@ -266,4 +314,6 @@ _LATER: Mapping[str, Any] = {
     "keep_columns": [],
     "chat_template_kwargs": {},
     "keep_conversations": False,
+    "variants": 1,
+    "variant_kinds": ["scale", "crop"],
 }

@@ -43,6 +43,9 @@ class ImagePart:
         max_pixels: Largest area in pixels after resizing; None means the run's.
         resized_height: Height in pixels to resize to, rounded to the family's grid; needs ``resized_width``.
         resized_width: Width in pixels to resize to, rounded to the family's grid; needs ``resized_height``.
+        region: The part of the image that is used: left, top, width and height in pixels of the image as it is shown,
+            after EXIF rotation. Boxes and points are given in the whole image.
+        mirrored: Whether left and right are exchanged; boxes and points are given as they were.
     """
 
     data: bytes
@@ -51,6 +54,8 @@ class ImagePart:
     max_pixels: int | None = None
     resized_height: int | None = None
     resized_width: int | None = None
+    region: tuple[int, int, int, int] | None = None
+    mirrored: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, bytes):
@@ -64,6 +69,15 @@ class ImagePart:
                 raise ValueError(f"ImagePart.{name} is {value!r}; it must be a positive int")
         if (self.resized_height is None) != (self.resized_width is None):
             raise ValueError("ImagePart.resized_height and resized_width must be given together")
+        if self.region is not None and not _is_region(self.region):
+            raise ValueError(
+                f"ImagePart.region is {self.region!r}; it must be a tuple of left, top, width and height in whole pixels"
+            )
+
+
+def _is_region(value: Any) -> bool:
+    whole = isinstance(value, tuple) and len(value) == 4 and all(type(each) is int and each >= 0 for each in value)
+    return whole and min(value[2:]) > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +236,7 @@ class Conversation:
             of the run (``--chat-template-kwargs``).
         box_images: Of several images, the one of each box and point that became text: its number among images and
             videos, then the coordinates in the text. The encoder sets it.
+        variant: With ``--variants``: the number of the variant, or why there is none. The run sets it.
     """
 
     messages: tuple[Message, ...]
@@ -232,6 +247,7 @@ class Conversation:
     columns: Columns = field(default_factory=dict)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     box_images: tuple[tuple[int, ...], ...] = ()
+    variant: Mapping[str, int | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_tuple("Conversation.messages", self.messages, (Message,), "Message")

@@ -66,6 +66,7 @@ class Encoder:
         encoded: Sequence[EncodedSample | RowRejected]
         arguments = made.template_arguments if isinstance(made, Conversation) else {}
         boxes = made.box_images if isinstance(made, Conversation) else ()
+        variant = made.variant if isinstance(made, Conversation) else {}
         if isinstance(made, Conversation):
             encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
         else:
@@ -74,7 +75,9 @@ class Encoder:
         return [
             each
             if isinstance(each, RowRejected)
-            else dataclasses.replace(each, columns=made.columns, template_arguments=arguments, box_images=boxes)
+            else dataclasses.replace(
+                each, columns=made.columns, template_arguments=arguments, box_images=boxes, variant=variant
+            )
             for each in encoded
         ]
 

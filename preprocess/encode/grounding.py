@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from preprocess.config import PreprocessConfig
 from preprocess.conversation import ContentPart, Conversation, ImagePart, Message, TextPart
-from preprocess.encode.image import size_request
+from preprocess.encode.image import size_request, used_size
 from preprocess.grounding import BoxPart, Form, GroundingPart, LabelPart, PointPart, Unit
 from preprocess.reject import RowRejected
 from vlmdata.families.grounding import Grounding
@@ -31,10 +31,12 @@ _SHARES = {Unit.ONE: 1, Unit.HUNDRED: 100, Unit.THOUSAND: 1000}
 
 @dataclass(frozen=True)
 class Sizes:
-    """The (height, width) of an image in pixels."""
+    """The (height, width) of an image in pixels, and what is used of it."""
 
     shown: tuple[int, int]  # as it is shown: after EXIF rotation, before resizing
     final: tuple[int, int]  # after resizing
+    region: tuple[int, int, int, int] | None = None  # left, top, width, height of what is used; None for all
+    mirrored: bool = False
 
 
 def with_grounding_as_text(made: Conversation, config: PreprocessConfig) -> Conversation:
@@ -128,10 +130,11 @@ def sizes_of(image: ImagePart, config: PreprocessConfig) -> Sizes:
     family = config.model_family
     try:
         shown = shown_size(image.data, config.image.max_source_pixels, image.field)
-        final = target_size(*shown, size_request(image), config.image.bounds(family), family, image.field)
+        used = used_size(image, *shown)
+        final = target_size(*used, size_request(image), config.image.bounds(family), family, image.field)
     except MediaError as error:
         raise RowRejected(error.reason, error.message) from error
-    return Sizes(shown, final)
+    return Sizes(shown, final, image.region, bool(image.mirrored))
 
 
 def converted(part: BoxPart | PointPart, sizes: Sizes, rules: Grounding, image: str) -> list[int]:
@@ -146,6 +149,17 @@ def converted(part: BoxPart | PointPart, sizes: Sizes, rules: Grounding, image: 
     Raises:
         RowRejected: BOX_BOUNDS if a coordinate is more than half a pixel outside of the image, or the box is reversed
             or empty.
+    """
+    shares = _in_region(shares_of(part, sizes, image), part, sizes, image)
+    extent = rules.extent(*sizes.final)
+    return [round(share * extent[number % 2]) for number, share in enumerate(shares)]
+
+
+def shares_of(part: BoxPart | PointPart, sizes: Sizes, image: str) -> list[Fraction]:
+    """Returns the coordinates of a box or point as shares of the sides of its whole image.
+
+    Raises:
+        RowRejected: See :func:`converted`.
     """
     height, width = sizes.shown
     per_side = (width, height) if part.unit is Unit.PIXELS else (_SHARES[part.unit],) * 2
@@ -163,8 +177,22 @@ def converted(part: BoxPart | PointPart, sizes: Sizes, rules: Grounding, image: 
                 what = "is reversed" if first > second else "is empty"
                 before, after = part.xyxy[axis], part.xyxy[axis + 2]
                 raise _refused(part, sizes, image, f"it {what}: {'xy'[axis]} goes from {before} to {after}")
-    extent = rules.extent(*sizes.final)
-    return [round(share * extent[number % 2]) for number, share in enumerate(shares)]
+    return shares
+
+
+def _in_region(shares: list[Fraction], part: BoxPart | PointPart, sizes: Sizes, image: str) -> list[Fraction]:
+    """Returns shares of the whole image as shares of what is used of it."""
+    if sizes.region is not None:
+        shares = [
+            (share * sizes.shown[1 - n % 2] - sizes.region[n % 2]) / sizes.region[2 + n % 2]
+            for n, share in enumerate(shares)
+        ]
+        if not all(0 <= share <= 1 for share in shares):
+            raise _refused(part, sizes, image, f"it is not within the used region {list(sizes.region)}")
+    if sizes.mirrored:
+        xs = [1 - share for share in shares[::2]][::-1]
+        shares = [xs[n // 2] if n % 2 == 0 else share for n, share in enumerate(shares)]
+    return shares
 
 
 def _refused(part: BoxPart | PointPart, sizes: Sizes, image: str, why: str) -> RowRejected:

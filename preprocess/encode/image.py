@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import ImagePart
@@ -16,6 +17,7 @@ from vlmdata.families import Family, View
 from vlmdata.media.decode import DecodedImage, decode_image, header_size
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import SizeRequest, resize_to_patches, target_size
+from vlmdata.reasons import Reason
 
 
 def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str) -> Views:
@@ -26,21 +28,23 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
     """
     try:
         decoded = decode_image(part.data, config.max_source_pixels, what)
-        height, width = decoded.memory.shape[:2]
+        pixels = _used(decoded.memory, part)
+        height, width = pixels.shape[:2]
         views = _views(height, width, part, family, config.bounds(family), what)
     except MediaError as error:
         raise RowRejected(error.reason, error.message) from error
     made = []
     for number, view in enumerate(views):
-        memory = decoded.memory
+        memory = pixels
         if view.crop is not None:
             top, left, rows, columns = view.crop
             memory = np.ascontiguousarray(memory[top : top + rows, left : left + columns])
         patches = resize_to_patches(memory, *view.size, family, part=view.part)
         grid = (1, view.shape[0] // family.patch_size, view.shape[1] // family.patch_size)
-        origin = _origin(decoded) | (_place(number, view) if len(views) > 1 else {})
+        origin = _origin(decoded) | _used_part(part) | (_place(number, view) if len(views) > 1 else {})
+        whole = view.is_whole and not _used_part(part)
         tokens = len(patches) // family.patches_per_token
-        made.append(SampleItem(patches, grid, view.shape, tokens, origin, part.data, number, view.is_whole))
+        made.append(SampleItem(patches, grid, view.shape, tokens, origin, part.data, number, whole))
     return tuple(made)
 
 
@@ -50,12 +54,51 @@ def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> list[
     Raises:
         RowRejected: If an image cannot be used.
     """
-    made: dict[tuple[bytes, SizeRequest], Views] = {}
+    made: dict[_Same, Views] = {}
     for part in parts:
-        same = part.data, size_request(part)
+        same = _same(part)
         if not isinstance(part, StoredImage) and same not in made:
             made[same] = encode_image(part, config.image, config.model_family, part.field)
-    return [part.views if isinstance(part, StoredImage) else made[part.data, size_request(part)] for part in parts]
+    return [part.views if isinstance(part, StoredImage) else made[_same(part)] for part in parts]
+
+
+#: What makes the views of two images equal: the file, the requested size, and what is used of it.
+type _Same = tuple[bytes, SizeRequest, tuple[int, int, int, int] | None, bool]
+
+
+def _same(part: ImagePart) -> _Same:
+    return part.data, size_request(part), part.region, bool(part.mirrored)
+
+
+def used_size(part: ImagePart, height: int, width: int) -> tuple[int, int]:
+    """Returns the (height, width) of what is used of an image of a height and width, in pixels.
+
+    Raises:
+        MediaError: IMAGE_BOUNDS if its region is not within the image.
+    """
+    if part.region is None:
+        return height, width
+    left, top, columns, rows = part.region
+    if left + columns > width or top + rows > height:
+        raise MediaError(
+            Reason.IMAGE_BOUNDS,
+            f"{part.field}: its region {list(part.region)} (left, top, width, height) is not within the image of "
+            f"{width}x{height} pixels",
+        )
+    return rows, columns
+
+
+def _used(memory: npt.NDArray[np.uint8], part: ImagePart) -> npt.NDArray[np.uint8]:
+    """Returns the pixels of a decoded image that are used, mirrored if wanted."""
+    rows, columns = used_size(part, *memory.shape[:2])
+    left, top = (0, 0) if part.region is None else part.region[:2]
+    used = memory[top : top + rows, left : left + columns]
+    return np.ascontiguousarray(used[:, ::-1] if part.mirrored else used)
+
+
+def _used_part(part: ImagePart) -> dict[str, Any]:
+    region = {} if part.region is None else {"region": list(part.region)}
+    return region | ({"mirrored": True} if part.mirrored else {})
 
 
 def _views(
@@ -82,13 +125,13 @@ def image_tokens(parts: Sequence[ImagePart], config: PreprocessConfig, more_than
     requests = [size_request(part) for part in parts]
     if set(requests) <= {SizeRequest()} and len(parts) * family.most_views * bounds[1] <= more_than * family.factor**2:
         return None
-    counts: dict[tuple[bytes, SizeRequest], int | None] = {}
+    counts: dict[_Same, int | None] = {}
     tokens = 0
-    for part, request in zip(parts, requests, strict=True):
+    for part in parts:
         if isinstance(part, StoredImage):
             tokens += sum(view.tokens for view in part.views)
             continue
-        same = part.data, request
+        same = _same(part)
         if same not in counts:
             counts[same] = _tokens_of(part, config.image, family, bounds)
         count = counts[same]
@@ -102,12 +145,14 @@ def _tokens_of(part: ImagePart, config: ImageConfig, family: Family, bounds: tup
     """Returns the number of tokens of an image; None if its header is damaged, or does not tell it."""
     try:
         width, height = header_size(part.data, config.max_source_pixels, part.field)
+        if part.region is not None:  # of the image as it is shown
+            width, height = part.region[2:]
         # Decoding turns images as their EXIF says, which some formats have after the pixels.
         areas = {
             sum(rows * columns for rows, columns in (view.shape for view in views))
             for views in (
                 _views(height, width, part, family, bounds, part.field),
-                _views(width, height, part, family, bounds, part.field),
+                *([_views(width, height, part, family, bounds, part.field)] if part.region is None else []),
             )
         }
     except MediaError:

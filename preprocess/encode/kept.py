@@ -126,6 +126,8 @@ def _to_json(made: Conversation | Document) -> dict[str, Any]:
         common["template_arguments"] = dict(made.template_arguments)
     if made.box_images:
         common["box_images"] = list(map(list, made.box_images))
+    if made.variant:
+        common["variant"] = dict(made.variant)
     return {"messages": turns, "tools": [dict(tool) for tool in made.tools], **common}
 
 
@@ -136,6 +138,8 @@ def _part(part: ContentPart) -> str | dict[str, Any]:
     kind = ImagePart if isinstance(part, ImagePart) else VideoPart
     asked = {each.name: getattr(part, each.name) for each in dataclasses.fields(kind) if each.name not in _NOT_ASKED}
     asked = {name: value for name, value in asked.items() if value is not None}
+    if "region" in asked:
+        asked["region"] = list(asked["region"])
     return {IMAGE if kind is ImagePart else VIDEO: asked, "bytes": _file_bytes(part)}
 
 
@@ -149,7 +153,10 @@ def _file_bytes(part: MediaPart) -> int:
 
 def _kept_part(fields: Mapping[str, Any]) -> KeptPart:
     kind = next(name for name in fields if name != "bytes")
-    return KeptPart(kind, fields[kind], fields["bytes"])
+    asked = dict(fields[kind])
+    if "region" in asked:
+        asked["region"] = tuple(asked["region"])
+    return KeptPart(kind, asked, fields["bytes"])
 
 
 def _turns(made: Mapping[str, Any]) -> list[list[Any]]:

@@ -139,6 +139,8 @@ def image_tokens_of(part: ImagePart, config: PreprocessConfig) -> int:
     most = config.image.max_source_pixels
     try:
         width, height = header_size(part.data, most, part.field)
+        if part.region is not None:  # of the image as it is shown
+            return _tokens(part.region[3], part.region[2], part, config)
         tokens = _tokens(height, width, part, config)
         if width != height and tokens != _tokens(width, height, part, config):
             tokens = _tokens(*shown_size(part.data, most, part.field), part, config)

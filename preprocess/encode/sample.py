@@ -84,6 +84,7 @@ class EncodedSample:
     #: Arguments of the chat template that the row gave.
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     box_images: tuple[tuple[int, ...], ...] = ()  # see :class:`Conversation`
+    variant: Mapping[str, int | str] = field(default_factory=dict)  # see :class:`Conversation`
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:

@@ -13,6 +13,7 @@ from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document, ImagePart, MediaPart, VideoPart
 from preprocess.encode import Encoder
 from preprocess.encode.kept import Kept, KeptPart
+from preprocess.encode.variants import with_variants
 from preprocess.engines.base import ShardWork
 from preprocess.recipes.base import Candidate, Recipe, candidates_of
 from preprocess.recipes.choice import recipe_for
@@ -122,6 +123,8 @@ class _FromSource(ShardContext):
         made = before = super().candidates(row, files)
         if self.earlier is not None:
             before = attempted(partial(candidates_of, self.earlier, row), self.earlier)
+            if not isinstance(before, RowRejected):
+                before = with_variants(before, row, self.old_config)
         if isinstance(made, RowRejected) or isinstance(before, RowRejected):
             return made
         samples = self.shards.of(row.number).samples(row.number)

@@ -12,6 +12,7 @@ import numpy as np
 
 from preprocess.encode import Encoder
 from preprocess.encode.lengths import LengthMeter, SampleLength
+from preprocess.encode.variants import with_variants
 from preprocess.recipes.base import Recipe, candidates_of, unexpected
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
@@ -126,7 +127,7 @@ def measure_lengths(
         try:
             row = source.row(number)
             with media.row():
-                for candidate in candidates_of(recipe, row):
+                for candidate in with_variants(candidates_of(recipe, row), row, encoder.config):
                     made = candidate.made
                     sums.add([made] if isinstance(made, RowRejected) else meter.measure(made))
         except RowRejected as error:

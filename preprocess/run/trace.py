@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from preprocess.encode import EncodedSample, Encoder
+from preprocess.encode.variants import with_variants
 from preprocess.recipes.base import Candidate, Recipe, candidates_of
 from preprocess.reject import RowRejected
 from preprocess.row import Row
@@ -56,7 +57,7 @@ def trace_row(source: Source, recipe: Recipe, encoder: Encoder, number: int) -> 
     except RowRejected as error:
         return TracedRow(number, rows, None, error=error)
     try:
-        candidates = candidates_of(recipe, row)
+        candidates = with_variants(candidates_of(recipe, row), row, encoder.config)
     except Exception as error:
         return TracedRow(number, rows, row, error=error)
     return TracedRow(number, rows, row, tuple(_traced(candidate, encoder) for candidate in candidates))

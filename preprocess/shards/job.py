@@ -23,6 +23,7 @@ from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.encode.kept import kept_text
+from preprocess.encode.variants import with_variants
 from preprocess.recipes.base import Candidate, Recipe, candidates_of, unexpected
 from preprocess.recipes.choice import media_for, other_form, recipe_for
 from preprocess.recipes.image_files import RecordedFile, write_files
@@ -126,7 +127,8 @@ class ShardContext:
             row: The row.
             files: The files that it names, as far as they are read.
         """
-        return attempted(partial(candidates_of, self.recipe, row), self.recipe)
+        found = attempted(partial(candidates_of, self.recipe, row), self.recipe)
+        return found if isinstance(found, RowRejected) else with_variants(found, row, self.encoder.config)
 
     def source_values(self, row: Row) -> Mapping[str, Any]:
         """Returns the values of the source columns that are kept (``--keep-columns``).

@@ -27,6 +27,10 @@ class Grounding:
     box_marks: tuple[str, str] | None = None
     label_marks: tuple[str, str] | None = None
 
+    def may_be_in(self, text: str) -> bool:
+        """True if a text has a key or a token of boxes or points: a quick look, before it is read."""
+        return any(mark in text for mark in (self.box_key, self.point_key, *(self.box_marks or ())[:1]))
+
     def extent(self, height: int, width: int) -> tuple[int, int]:
         """Returns the coordinates (x, y) of the lower right corner of an image.
 

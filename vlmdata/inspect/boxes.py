@@ -109,11 +109,6 @@ def pictures_of(items: Sequence[ItemShape], starts: Sequence[int], family: Famil
     )
 
 
-def may_have_boxes(text: str, rules: Grounding) -> bool:
-    """True if a text has a key or a token of boxes or points: a quick look, before it is read token by token."""
-    return any(mark in text for mark in (rules.box_key, rules.point_key, *(rules.box_marks or ())[:1]))
-
-
 def _recorded(metadata: Mapping[str, Any]) -> dict[tuple[float, ...], set[int]]:
     """Returns the images of boxes that preprocessing recorded, by the numbers in the text. It may hold anything."""
     found: dict[tuple[float, ...], set[int]] = {}

@@ -22,7 +22,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.format.schema import Sample
-from vlmdata.inspect.boxes import boxes_of, may_have_boxes, pictures_of
+from vlmdata.inspect.boxes import boxes_of, pictures_of
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, TurnSpan, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
@@ -180,7 +180,7 @@ class ContentCheck:
         family, ids = self.dataset.family, sample.input_ids[: sample.length]
         items = [item.token for item in self.dataset.manifest.tokenizer.items.values()]
         text = self.texts.decode(ids[~np.isin(ids, items)].tolist())
-        if family.grounding is None or not may_have_boxes(text, family.grounding):
+        if family.grounding is None or not family.grounding.may_be_in(text):
             return
         pictures = pictures_of(sample.items, self.dataset.index.row(i).item_starts, family)
         boxes = boxes_of(self.texts.decode_each(ids.tolist()), family.grounding, pictures, metadata)

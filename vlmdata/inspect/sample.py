@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.schema import IGNORE_INDEX, Sample
+from vlmdata.format.schema import IGNORE_INDEX, VARIANT, Sample
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.inspect.boxes import BoxDescription, boxes_of, pictures_of
 from vlmdata.inspect.dataset import source_of_row
@@ -292,6 +292,7 @@ def _columns(metadata: Mapping[str, Any]) -> dict[str, Any]:
     found = (metadata.get(name) for name in ("columns", SOURCE))
     columns = {name: value for each in found if isinstance(each, dict) for name, value in each.items()}
     arguments = metadata.get(TEMPLATE_ARGUMENTS)
+    columns |= {VARIANT: metadata[VARIANT]} if isinstance(metadata.get(VARIANT), dict) else {}
     return columns | ({TEMPLATE_ARGUMENTS: arguments} if isinstance(arguments, dict) else {})
 
 
@@ -305,6 +306,8 @@ def _images(
         source = recorded[number] if number < len(recorded) and isinstance(recorded[number], dict) else {}
         whole, tile = _tile(source, h * family.patch_size, w * family.patch_size)
         width = None if "crop" in source else source.get("width")
+        if (region := _sides(source.get("region"), 4)) is not None:
+            width = region[2]
         found.append(
             ImageDescription(
                 number=number,
