@@ -242,8 +242,8 @@ class PreprocessConfig:
 
     def _require_variants(self) -> None:
         kinds, family = self.variant_kinds, self.model_family
-        if not kinds or len(set(kinds)) < len(kinds):
-            raise ValueError(f"variant_kinds is {','.join(kinds)!r}; name each kind once")
+        if not kinds or len(set(kinds)) < len(kinds) or not set(kinds) <= set(VariantKind):
+            raise ValueError(f"variant_kinds is {','.join(kinds)}; name some of {', '.join(VariantKind)}, each once")
         if self.variants == 1:
             if set(kinds) != {VariantKind.SCALE, VariantKind.CROP}:
                 raise ValueError(f"variant_kinds is {','.join(kinds)}; it has no effect without variants")
@@ -285,7 +285,7 @@ class PreprocessConfig:
         if hosts:  # earlier versions had no such option
             options["media"]["private_hosts"] = list(hosts)
         options["keep_columns"] = list(self.keep_columns)
-        options["variant_kinds"] = list(self.variant_kinds)
+        options["variant_kinds"] = [kind.value for kind in VariantKind if kind in self.variant_kinds]
         return {name: value for name, value in options.items() if name not in _LATER or value != _LATER[name]}
 
     @classmethod

@@ -71,7 +71,7 @@ class ImagePart:
             raise ValueError("ImagePart.resized_height and resized_width must be given together")
         if self.region is not None and not _is_region(self.region):
             raise ValueError(
-                f"ImagePart.region is {self.region!r}; it must be a tuple of left, top, width and height in whole pixels"
+                f"ImagePart.region is {self.region!r}; it must be a tuple of left, top, width and height in pixels"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from preprocess.cli.command import PreprocessCommand
+from preprocess.config import PreprocessConfig
 from vlmdata.cli.declared_options import with_declared_options
 from vlmdata.options import filled
 
@@ -72,8 +73,8 @@ def preprocess(
             raise typer.Exit
     kept = ",".join(values["keep_columns"] or ())
     values["keep_columns"] = tuple(name.strip() for name in kept.split(",")) if kept else ()
-    if kinds := ",".join(values["variant_kinds"] or ()):
-        values["variant_kinds"] = tuple(name.strip() for name in kinds.split(","))
+    kinds = ",".join(values["variant_kinds"] or PreprocessConfig.variant_kinds)
+    values["variant_kinds"] = tuple(name.strip() for name in kinds.split(","))
     values["allow_private_host"] = tuple(values["allow_private_host"] or ())
     try:
         values["chat_template_kwargs"] = parse_arguments(values["chat_template_kwargs"] or "{}")

@@ -37,7 +37,12 @@ def print_trace(console: Console, traced: TracedRow, recipe: str, tokenizer: Cha
         return
     made = len(traced.candidates)
     listed = traced.candidates[0].candidate.sample is not None
-    console.print(Text(f"recipe {recipe} returned " + (f"a list of {made}" if listed else "one sample"), "bold"))
+    console.print(
+        Text(
+            f"recipe {recipe} returned " + (f"a list of {made}{_with_variants(traced)}" if listed else "one sample"),
+            "bold",
+        )
+    )
     total = sum(len(each.outcome) if isinstance(each.outcome, list) else 1 for each in traced.candidates)
     listed = listed or total > 1
     number = 0
@@ -47,6 +52,14 @@ def print_trace(console: Console, traced: TracedRow, recipe: str, tokenizer: Cha
         number += count
         console.print()
         _print_candidate(console, each, keys, tokenizer)
+
+
+def _with_variants(traced: TracedRow) -> str:
+    """Says how many of the candidates are variants (``--variants``); "" without any."""
+    made = [each.candidate.made for each in traced.candidates]
+    numbers = [each.variant.get("number") for each in made if isinstance(each, Conversation)]
+    variants = sum(number not in (None, 0) for number in numbers)
+    return f", {counted(variants, 'variant')} among them" if variants else ""
 
 
 def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str], tokenizer: ChatTokenizer) -> None:
@@ -93,6 +106,9 @@ def _parts(made: Conversation | Document, items: list[SampleItem]) -> Iterator[t
     remaining = iter(items)
     if made.loss_weight != 1:
         yield "weight", f"{made.loss_weight}", "of the sample"
+    if isinstance(made, Conversation) and made.variant:
+        none = made.variant.get("none")
+        yield "variant", "none" if none else f"{made.variant['number']}", f"{none or ''}"
     if isinstance(made, Document):
         for number, part in enumerate(made.parts):
             yield "" if number else "document", *_part(part, remaining, "")

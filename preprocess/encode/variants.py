@@ -26,6 +26,7 @@ from preprocess.reject import RowRejected
 from preprocess.row import Row
 from preprocess.sources.row_digests import row_digest
 from vlmdata.families.base import AspectRatioError, ImageBoundsError
+from vlmdata.families.coordinates import coordinates_in
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import target_size
 
@@ -104,7 +105,7 @@ def _possible(made: Conversation, config: PreprocessConfig) -> tuple[frozenset[V
         return frozenset(), "a video"
     kinds, rules = frozenset(config.variant_kinds), config.model_family.grounding
     assert rules is not None  # the options are refused otherwise
-    if made.tools or any(rules.may_be_in(text) for text in _texts(made)):
+    if made.tools or any(found for text in _texts(made) for found in coordinates_in(text, rules)):
         # Coordinates that are text do not follow. Shares of the sides stay true in another size.
         kinds &= {VariantKind.SCALE} if rules.scale is not None else frozenset()
     return kinds, "" if kinds else "coordinates in the text or in calls of tools"

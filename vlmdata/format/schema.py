@@ -46,7 +46,7 @@ JOINED = "joined"
 SELECTED = "selected"
 #: In the metadata of a sample with several images: the item of each box or point, then its numbers in the text.
 BOX_IMAGES = "box_images"
-#: In the metadata of a sample, with ``--variants``: ``number`` of the variant, 0 as the data is, or why there is ``none``.
+#: In the metadata of a sample, with ``--variants``: ``number`` of the variant, from 0, or why there is ``none``.
 VARIANT = "variant"
 #: Field of the manifest's ``source`` with the number of these files and the hash of their list.
 IMAGE_FILES = "image_files"

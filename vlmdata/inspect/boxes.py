@@ -6,24 +6,19 @@ is learned. Lists of numbers without a key or a token of the family are not read
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from vlmdata.families import Family
 from vlmdata.families.chat import IMAGE
+from vlmdata.families.coordinates import coordinates_in
 from vlmdata.families.grounding import Grounding
 from vlmdata.format.schema import BOX_IMAGES
 from vlmdata.media.codecs.base import ItemShape
-
-_NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
-#: How far before a box its object may begin, in characters, so that long texts are not searched again for each box.
-_REACH = 2000
 
 
 @dataclass(frozen=True)
@@ -50,14 +45,6 @@ class BoxDescription:
     fault: str  # why it cannot be right: reversed, empty or outside of the image; "" if it can
 
 
-@dataclass(frozen=True)
-class _Found:
-    start: int  # characters [start, stop) of the text
-    stop: int
-    numbers: tuple[float, ...]
-    label: str | None
-
-
 def boxes_of(
     texts: Sequence[str], rules: Grounding | None, pictures: Sequence[Picture], metadata: Mapping[str, Any]
 ) -> tuple[BoxDescription, ...]:
@@ -75,7 +62,7 @@ def boxes_of(
     ends = list(accumulate(map(len, texts)))
     recorded = _recorded(metadata)
     made = []
-    for number, found in enumerate(sorted(_found(text, rules), key=lambda each: each.start)):
+    for number, found in enumerate(sorted(coordinates_in(text, rules), key=lambda each: each.start)):
         start, last = bisect_right(ends, found.start), bisect_right(ends, found.stop - 1)
         image = _picture_of(found.numbers, start, pictures, recorded)
         made.append(
@@ -132,58 +119,6 @@ def _picture_of(
     if len(pictures) > 1:
         pictures = [each for each in pictures if each.start < start]
     return pictures[0] if len(pictures) == 1 and not told else None
-
-
-def _found(text: str, rules: Grounding) -> Iterator[_Found]:
-    keys = {rules.box_key: 4, rules.point_key: 2}
-    pattern = rf'"({"|".join(map(re.escape, keys))})"\s*:\s*\[\s*({_NUMBER}(?:\s*,\s*{_NUMBER})*)\s*\]'
-    before = 0
-    for match in re.finditer(pattern, text):
-        numbers = _numbers(match[2])
-        if len(numbers) == keys[match[1]]:
-            start, stop, label = _object_around(text, match, before, rules)
-            yield _Found(start, stop, numbers, label)
-            before = match.end()
-    if rules.box_marks is not None:
-        yield from _marked(text, rules.box_marks, rules.label_marks)
-
-
-def _object_around(text: str, match: re.Match[str], before: int, rules: Grounding) -> tuple[int, int, str | None]:
-    """Returns where the JSON object of a box begins and ends, and its label; the box alone if the object is cut."""
-    least = max(before, match.start() - _REACH)
-    start = text.rfind("{", least, match.start())
-    while start >= 0:
-        try:
-            value, stop = json.JSONDecoder().raw_decode(text, start)
-        except (ValueError, RecursionError):
-            stop = -1
-        if stop >= match.end() and isinstance(value, dict):
-            label = value.get(rules.label_key)
-            return start, stop, label if isinstance(label, str) else None
-        start = text.rfind("{", least, start)
-    return match.start(), match.end(), None
-
-
-def _marked(text: str, marks: tuple[str, str], label_marks: tuple[str, str] | None) -> Iterator[_Found]:
-    """Finds boxes between special tokens. One label may stand before several of them."""
-    pair = rf"\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)"
-    box = rf"{re.escape(marks[0])}\s*({pair}(?:\s*,?\s*{pair})?)\s*{re.escape(marks[1])}"
-    label = "(?!)()" if label_marks is None else rf"{re.escape(label_marks[0])}(.*?){re.escape(label_marks[1])}"
-    name: str | None = None
-    name_start = stop = 0
-    for match in re.finditer(rf"{label}|{box}", text, re.DOTALL):
-        if match[2] is None:
-            name, name_start, stop = match[1], match.start(), match.end()
-            continue
-        if text[stop : match.start()].strip(" ,\n") or name is None:
-            name = None
-        first = name_start if name is not None and stop > name_start else match.start()
-        yield _Found(first, match.end(), _numbers(match[2]), name)
-        name_start = stop = match.end()
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(each) for each in re.findall(_NUMBER, text))
 
 
 def _fault(numbers: tuple[float, ...], rules: Grounding, pictures: Sequence[Picture]) -> str:
