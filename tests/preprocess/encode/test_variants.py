@@ -34,8 +34,8 @@ from preprocess.encode.image import encode_images, image_tokens
 from preprocess.encode.lengths import image_tokens_of
 from preprocess.encode.variants import with_variants
 from preprocess.recipes.base import Candidate
-from preprocess.recode.run import OldDataset
 from preprocess.recipes.context import RecipeContext
+from preprocess.recode.run import OldDataset
 from preprocess.reject import RowRejected
 from preprocess.retokenize.run import old_config, retokenize_dataset
 from preprocess.row import Row
