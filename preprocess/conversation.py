@@ -220,6 +220,8 @@ class Conversation:
             lists of these. They change no token.
         template_arguments: Arguments of the chat template by name, such as ``{"enable_thinking": False}``, above those
             of the run (``--chat-template-kwargs``).
+        box_images: Of several images, the one of each box and point that became text: its number among images and
+            videos, then the coordinates in the text. The encoder sets it.
     """
 
     messages: tuple[Message, ...]
@@ -229,6 +231,7 @@ class Conversation:
     unknown: tuple[str, ...] = ()
     columns: Columns = field(default_factory=dict)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    box_images: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _require_tuple("Conversation.messages", self.messages, (Message,), "Message")

@@ -65,6 +65,7 @@ class Encoder:
         made = self.as_text(made)
         encoded: Sequence[EncodedSample | RowRejected]
         arguments = made.template_arguments if isinstance(made, Conversation) else {}
+        boxes = made.box_images if isinstance(made, Conversation) else ()
         if isinstance(made, Conversation):
             encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
         else:
@@ -73,7 +74,7 @@ class Encoder:
         return [
             each
             if isinstance(each, RowRejected)
-            else dataclasses.replace(each, columns=made.columns, template_arguments=arguments)
+            else dataclasses.replace(each, columns=made.columns, template_arguments=arguments, box_images=boxes)
             for each in encoded
         ]
 

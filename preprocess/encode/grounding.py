@@ -47,7 +47,15 @@ def with_grounding_as_text(made: Conversation, config: PreprocessConfig) -> Conv
     if not any(isinstance(part, GroundingPart) for message in made.messages for part in message.parts):
         return made
     writer = _Writer(made.images, config)
-    return replace(made, messages=tuple(_written(message, writer) for message in made.messages))
+    messages = tuple(_written(message, writer) for message in made.messages)
+    return replace(made, messages=messages, box_images=_box_images(made, writer.written))
+
+
+def _box_images(made: Conversation, written: Sequence[tuple[int, list[int]]]) -> tuple[tuple[int, ...], ...]:
+    """Returns the image of each box for the metadata, since the text does not tell it; none of a single image."""
+    items = [number for number, part in enumerate(made.media) if isinstance(part, ImagePart)]
+    found = [(items[image], *numbers) for image, numbers in written] if len(items) > 1 else []
+    return tuple(dict.fromkeys(found))
 
 
 def _written(message: Message, writer: _Writer) -> Message:
@@ -69,6 +77,7 @@ class _Writer:
     def __init__(self, images: Sequence[ImagePart], config: PreprocessConfig):
         self._images, self._config = images, config
         self._sizes: dict[int, Sizes] = {}
+        self.written: list[tuple[int, list[int]]] = []  # number of the image, coordinates
 
     def text(self, part: GroundingPart) -> str:
         """Returns the text of a part."""
@@ -83,6 +92,7 @@ class _Writer:
         if isinstance(part, LabelPart):
             return _marked(part.label, rules.label_marks, part.field, family.name)
         numbers = converted(part, self._sizes_of(part), rules, self._field(part))
+        self.written.append((part.image, numbers))
         if part.form is Form.LIST:
             return json.dumps(numbers)
         if part.form is Form.JSON:

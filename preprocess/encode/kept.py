@@ -80,6 +80,7 @@ class Kept:
             Message(**{**turn, "parts": parts(turn["parts"]), "tool_calls": tuple(turn["tool_calls"])})
             for turn in made["messages"]
         )
+        made["box_images"] = tuple(map(tuple, made.get("box_images", ())))
         return Conversation(**{**made, "messages": messages, "tools": tuple(made["tools"])})
 
 
@@ -123,6 +124,8 @@ def _to_json(made: Conversation | Document) -> dict[str, Any]:
     ]
     if made.template_arguments:
         common["template_arguments"] = dict(made.template_arguments)
+    if made.box_images:
+        common["box_images"] = list(map(list, made.box_images))
     return {"messages": turns, "tools": [dict(tool) for tool in made.tools], **common}
 
 

@@ -83,6 +83,7 @@ class EncodedSample:
     columns: Columns = field(default_factory=dict)  # facts that the recipe attached
     #: Arguments of the chat template that the row gave.
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    box_images: tuple[tuple[int, ...], ...] = ()  # see :class:`Conversation`
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:

@@ -20,7 +20,7 @@ from vlmdata.format.manifest import (
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
 )
-from vlmdata.format.schema import KEPT, sample_key
+from vlmdata.format.schema import BOX_IMAGES, KEPT, sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
@@ -83,6 +83,8 @@ def write_sample(
         metadata["columns"] = dict(encoded.columns)
     if encoded.template_arguments:
         metadata[TEMPLATE_ARGUMENTS] = dict(encoded.template_arguments)
+    if boxes := [list(box) for box in encoded.box_images if box[0] < len(encoded.items)]:
+        metadata[BOX_IMAGES] = boxes
     if kept is not None:
         metadata[KEPT] = kept
     if source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -34,3 +35,14 @@ class Grounding:
             width: Width of the image after resizing, in pixels.
         """
         return (width, height) if self.scale is None else (self.scale, self.scale)
+
+    def pixels(self, numbers: Sequence[float], height: int, width: int) -> tuple[float, ...]:
+        """Converts coordinates, x and y in turn, to pixels of an image.
+
+        Args:
+            numbers: The coordinates, in the unit of the family.
+            height: Height of the image after resizing, in pixels.
+            width: Width of the image after resizing, in pixels.
+        """
+        extent, sides = self.extent(height, width), (width, height)
+        return tuple(number * sides[n % 2] / extent[n % 2] for n, number in enumerate(numbers))

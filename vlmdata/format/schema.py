@@ -44,6 +44,8 @@ VERSIONS_NAME, VERSIONS_DIR = "versions.json", "versions"
 JOINED = "joined"
 #: ``source.kind`` of a dataset that ``vlmdata select`` made of another one, whose source is under ``source.dataset``.
 SELECTED = "selected"
+#: In the metadata of a sample with several images: the item of each box or point, then its numbers in the text.
+BOX_IMAGES = "box_images"
 #: Field of the manifest's ``source`` with the number of these files and the hash of their list.
 IMAGE_FILES = "image_files"
 

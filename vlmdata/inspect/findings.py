@@ -22,6 +22,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.format.schema import Sample
+from vlmdata.inspect.boxes import boxes_of, may_have_boxes, pictures_of
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, TurnSpan, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
@@ -49,6 +50,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "no_targets": (Severity.FAULT, "no token is a target, so the sample teaches nothing"),
     "no_turn": (Severity.FAULT, "there is no turn, so the tokens are not a conversation"),
     "late_target": (Severity.FAULT, "the targets of an answer start after its first words"),
+    "wrong_box": (Severity.WARNING, "a box or point that is reversed, empty or outside of its image"),
     "low_target_share": (Severity.WARNING, "unusually few of the tokens are targets"),
     "unanswered_turn": (Severity.WARNING, "the last turn is the user's, so its tokens teach nothing"),
     "only_end_token": (Severity.WARNING, "an answer whose only target is its end: empty, or masked"),
@@ -171,7 +173,25 @@ class ContentCheck:
         if isinstance(dropped := metadata.get(DROPPED_REASONING), int) and dropped:
             message = f"the chat template dropped the reasoning of {dropped} of the assistant's turns"
             found.append(finding("dropped_reasoning", message))
-        return found
+        return found + list(self._boxes(i, sample, metadata))
+
+    def _boxes(self, i: int, sample: Sample, metadata: Mapping[str, Any]) -> Iterator[Finding]:
+        """Finds boxes and points that cannot be right, of which there is one finding for the sample."""
+        family, ids = self.dataset.family, sample.input_ids[: sample.length]
+        items = [item.token for item in self.dataset.manifest.tokenizer.items.values()]
+        text = self.texts.decode(ids[~np.isin(ids, items)].tolist())
+        if family.grounding is None or not may_have_boxes(text, family.grounding):
+            return
+        pictures = pictures_of(sample.items, self.dataset.index.row(i).item_starts, family)
+        boxes = boxes_of(self.texts.decode_each(ids.tolist()), family.grounding, pictures, metadata)
+        wrong = [box for box in boxes if box.fault]
+        if wrong:
+            first = wrong[0]
+            numbers = ", ".join(f"{number:g}" for number in first.written)
+            more = f"; {len(wrong)} of {len(boxes)} are wrong" if len(wrong) > 1 else ""
+            what = "box" if len(first.written) > 2 else "point"
+            message = f"{what} [{numbers}]: {first.fault}{more}"
+            yield finding("wrong_box", message, (first.start, first.stop))
 
     def _metadata(self, i: int) -> Mapping[str, Any]:
         try:

@@ -17,6 +17,7 @@ from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, Sample
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
+from vlmdata.inspect.boxes import BoxDescription, boxes_of, pictures_of
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
 from vlmdata.inspect.frames import FrameDescription, frames_of, item_starts
@@ -113,6 +114,7 @@ class SampleDescription:
     turns: tuple[TurnSpan, ...]
     spans: tuple[Span, ...]
     images: tuple[ImageDescription, ...]
+    boxes: tuple[BoxDescription, ...]  # boxes and points in the text
     columns: Mapping[str, Any]  # what the recipe attached
     tokens: TokenTable
     findings: tuple[Finding, ...]
@@ -149,7 +151,8 @@ class SampleDescriber:
         turns = find_turns(ids, mask, info, self.texts)
         starts = item_starts(sample, row.item_starts, dataset.family, info)
         numbers, spans = _spans(sample, turns, starts, dataset, self.texts)
-        targets = int(np.count_nonzero(mask))
+        targets, table = int(np.count_nonzero(mask)), _table(sample, self.texts, numbers, dataset.family)
+        pictures = pictures_of(sample.items, row.item_starts, dataset.family)
         return SampleDescription(
             key=row.key,
             index=i,
@@ -167,8 +170,9 @@ class SampleDescriber:
             turns=turns,
             spans=spans,
             images=_images(sample, starts, metadata, dataset.family),
+            boxes=boxes_of(table.texts, dataset.family.grounding, pictures, metadata),
             columns=_columns(metadata),
-            tokens=_table(sample, self.texts, numbers, dataset.family),
+            tokens=table,
             findings=_by_severity([*findings, *flat_images(sample)]),
         )
 

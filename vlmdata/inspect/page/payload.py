@@ -59,6 +59,7 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
         "truncated": sample.truncated,
         "findings": [_finding(found) for found in sample.findings],
         "images": [safe(to_jsonable(image)) for image in sample.images],
+        "boxes": [safe(to_jsonable(box)) for box in sample.boxes],
         "columns": [one_line(f"{name} = {value}") for name, value in sample.columns.items()],
         "spans": [_span(sample, span) for span in sample.spans],
         "tokens": {

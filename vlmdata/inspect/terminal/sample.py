@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmdata.format.schema import parse_key
+from vlmdata.inspect.boxes import BoxDescription
 from vlmdata.inspect.findings import Finding
 from vlmdata.inspect.frames import shown_frames
 from vlmdata.inspect.sample import ImageDescription, SampleDescription, Span, SpanKind
@@ -16,6 +17,8 @@ from vlmdata.inspect.text import visible
 
 #: Number of temporal patches of a video that are listed.
 _MOST_FRAMES = 16
+#: Number of boxes and points that are listed.
+_MOST_BOXES = 50
 #: Number of image tokens shown at both ends of a run in the table.
 _ENDS = 2
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow"}
@@ -38,6 +41,9 @@ def print_sample(console: Console, sample: SampleDescription, tokens: bool = Fal
     if sample.images:
         console.print()
         console.print(_images(sample.images))
+    if sample.boxes:
+        console.print()
+        console.print(_boxes(sample.boxes))
     for image in sample.images:
         if image.frames:
             console.print()
@@ -139,6 +145,29 @@ def _images(images: tuple[ImageDescription, ...]) -> Table:
             data(", ".join(map(str, steps)) if isinstance(steps, list) else steps),
         )
     return table
+
+
+def _boxes(boxes: tuple[BoxDescription, ...]) -> Table:
+    """Lists boxes and points: what the text says, and where that is in the resized image."""
+    names = ("box", "image", "label", "in the text", "pixels of the image", "tokens", "wrong")
+    table = columns("boxes and points", *names, left=("label", "wrong"))
+    for box in boxes[:_MOST_BOXES]:
+        table.add_row(
+            f"{box.number}",
+            "not known" if box.image is None else f"{box.image}",
+            data(box.label or "", limit=60),
+            _numbers(box.written),
+            "" if box.pixels is None else _numbers(box.pixels),
+            f"{box.start:,} to {box.stop:,}",
+            Text(box.fault, "yellow"),
+        )
+    if len(boxes) > _MOST_BOXES:
+        table.add_row("…", "", f"{len(boxes) - _MOST_BOXES:,} more (--json has them)", "", "", "", "")
+    return table
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{round(value, 1):g}" for value in values)
 
 
 def _frames(video: ImageDescription) -> Table:

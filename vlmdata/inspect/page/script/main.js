@@ -1,5 +1,5 @@
 // Selects views by the URL fragment, so that back, forward and links work. Also handles theme and keys.
-const view = { name: "", sample: null, grid: true, bounds: false };
+const view = { name: "", sample: null, grid: true, boxes: true, bounds: false };
 const built = new Set();
 const BUILD = { overview: buildOverview, samples: buildSamples, packs: buildPacks };
 
@@ -46,6 +46,7 @@ const KEYS = {
   u: () => press("unfold images"),
   b: () => press("token bounds"),
   g: () => press("patch grid"),
+  x: () => press("boxes"),
   t: () => press("token table"),
   d: flipTheme,
   "?": () => $("keys").showModal(),

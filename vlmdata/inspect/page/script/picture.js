@@ -37,13 +37,28 @@ function allMedia(sample) {
   return made;
 }
 
+// The boxes and points of an image. A name points to its tokens; a token of a box marks the box.
+function boxesIn(sample, image) {
+  const share = (value, side) => `${100 * value / side}%`;
+  return sample.boxes.filter((found) => found.image === image.number).map((found) => {
+    const [x, y, right = x, bottom = y] = found.pixels, isPoint = found.pixels.length === 2;
+    const name = el("button", { type: "button", tabindex: "-1" }, found.label || `${found.number}`);
+    const node = el("div", { class: `box${isPoint ? " point" : ""}${found.fault ? " wrong" : ""}`, title: found.fault || null, data: { box: found.number }, paint: {
+      "--ink-of-box": colour(found.number), left: share(x, image.width), top: share(y, image.height), width: share(right - x, image.width), height: share(bottom - y, image.height) } }, name);
+    for (const event of ["pointerenter", "click", "focus"]) name.addEventListener(event, () => setCursor(found.start, "box"));
+    cursor.listeners.push((index) => node.classList.toggle("current", index >= found.start && index < found.stop));
+    return node;
+  });
+}
+
 function pictureOf(sample, image) {
   const [, high, wide] = image.grid, merge = image.merge, across = wide / merge, down = high / merge;
   const spot = svg("rect", { class: "spot", width: merge, height: merge, visibility: "hidden" });
   const overlay = svg("svg", { viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", "aria-hidden": "true" },
     svg("path", { class: "lines fine", d: gridPath(wide, high, 1) }), svg("path", { class: "lines", d: gridPath(wide, high, merge) }), spot);
-  const box = el("div", { class: `picture${view.grid ? "" : " bare"}`, data: { image: image.number } },
+  const box = el("div", { class: `picture${view.grid ? "" : " bare"}${view.boxes ? "" : " unboxed"}`, data: { image: image.number } },
     el("img", { src: store.picture(sample, image), width: image.width, height: image.height, alt: image.frame ? `video ${image.number}, temporal patch ${image.patch}` : `image ${image.number} as the model sees it`, decoding: "async", loading: image.frame ? "lazy" : "eager" }), overlay);
+  if (!image.frame && !image.tile) box.append(...boxesIn(sample, image));
   const point = (event) => {
     const area = overlay.getBoundingClientRect();
     const column = Math.floor((event.clientX - area.left) / area.width * across), row = Math.floor((event.clientY - area.top) / area.height * down);

@@ -38,7 +38,8 @@ function drawSample(sample) {
   const legend = el("div", { class: "legend" }, el("span", { class: "tok target" }, "target"), el("span", { class: "tok special" }, "special or header"),
     el("span", {}, "↵ newline"), el("span", {}, "hover, or click and use ← →"));
   const buttons = el("div", { class: "row" }, toggle("unfold images", "u", false, toggleFolds), toggle("token bounds", "b", view.bounds, toggleBounds),
-    toggle("patch grid", "g", view.grid, toggleGrid), toggle("token table", "t", false, toggleTable));
+    toggle("patch grid", "g", view.grid, toggleGrid),
+    ...(sample.boxes.length ? [toggle("boxes", "x", view.boxes, toggleBoxes)] : []), toggle("token table", "t", false, toggleTable));
   const images = sample.images.length ? el("div", { class: "panel" }, allMedia(sample)) : null;
   const tall = sample.images.some((image) => image.grid[1] > image.grid[2]);
   const reading = el("div", { class: "panel" }, legend, text.holder);
@@ -66,6 +67,11 @@ function toggleGrid() {
   view.grid = !view.grid;
   for (const box of detail.querySelectorAll(".picture")) box.classList.toggle("bare", !view.grid);
   return view.grid;
+}
+function toggleBoxes() {
+  view.boxes = !view.boxes;
+  for (const box of detail.querySelectorAll(".picture")) box.classList.toggle("unboxed", !view.boxes);
+  return view.boxes;
 }
 function toggleTable() {
   if (!shown.table) {

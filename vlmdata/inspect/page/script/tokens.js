@@ -21,7 +21,7 @@ function textPanel(sample) {
   const holder = el("div", { class: "tokens", tabindex: "0", role: "application", "aria-label": "Tokens; arrow keys move" });
   const nodes = new Map(), folds = [];
   const suspects = sample.findings.filter((found) => found.tokens).map((found) => found.tokens);
-  let turn = null, into = null, marked = null;
+  let turn = null, into = null, marked = null, boxed = [];
   sample.spans.forEach((span) => {
     if (span.turn !== turn) {
       turn = span.turn;
@@ -39,10 +39,14 @@ function textPanel(sample) {
   listenToTokens(holder, sample);
   cursor.listeners.push((index, from) => {
     marked?.classList.remove("current");
+    for (const node of boxed) node.classList.remove("boxed");
+    boxed = sample.boxes.filter((found) => index >= found.start && index < found.stop)
+      .flatMap((found) => Array.from({ length: found.stop - found.start }, (_, i) => nodes.get(found.start + i))).filter(Boolean);
+    for (const node of boxed) node.classList.add("boxed");
     for (const fold of folds) fold.show(index);
     marked = nodes.get(index);
     marked?.classList.add("current");
-    if (from === "keys") marked?.scrollIntoView({ block: "nearest" });
+    if (from === "keys" || from === "box") marked?.scrollIntoView({ block: "nearest" });
   });
   return { holder, folds };
 }
