@@ -116,7 +116,8 @@ def _processor(model: str) -> Any:
     """Loads the video processor of a model; None if it has none that can be read."""
     from transformers import AutoVideoProcessor
 
+    load: Any = AutoVideoProcessor.from_pretrained
     try:
-        return AutoVideoProcessor.from_pretrained(model)
+        return load(model)
     except Exception:  # many kinds, of the hub, of files, and of classes that are not installed
         return None
