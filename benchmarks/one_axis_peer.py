@@ -352,7 +352,7 @@ def main() -> None:
         "presets": {},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / "-".join(filter(None, ["one-axis-peer", options.label, about["date"]]))
+    stem = options.out / "-".join(filter(None, ["one-axis-peer", options.label, about["date"]]))  # may hold dots
     with tempfile.TemporaryDirectory() as folder:
         for preset in options.presets:
             family = PRESETS[preset][0].lower()
@@ -367,9 +367,9 @@ def main() -> None:
                 else:
                     ways[way] = time_rows(preset, dataset, way != "padded", options)
                 print(f"  {preset} {way}: {json.dumps(ways[way])}", flush=True)
-                stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-                stem.with_suffix(".md").write_text(report(about))
-    print(stem.with_suffix(".md").read_text())
+                Path(f"{stem}.json").write_text(json.dumps(about, indent=2) + "\n")
+                Path(f"{stem}.md").write_text(report(about))
+    print(Path(f"{stem}.md").read_text())
 
 
 if __name__ == "__main__":

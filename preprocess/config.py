@@ -14,6 +14,8 @@ from preprocess.media_config import (
     ImageConfig,
     MediaConfig,
     VideoConfig,
+    VideoLayout,
+    VideoSampler,
     data_option,
     image_option,
     video_codec_beside,
@@ -37,6 +39,8 @@ __all__ = [
     "TrainTurns",
     "VariantKind",
     "VideoConfig",
+    "VideoLayout",
+    "VideoSampler",
     "data_option",
     "run_option",
     "text_option",
@@ -299,8 +303,8 @@ class PreprocessConfig:
         words |= {"overlong": Overlong, "special_text": SpecialText}
         given |= {name: kind(given[name]) for name, kind in words.items() if name in given}
         image, media, video = (dict(given.pop(name, None) or {}) for name in ("image", "media", "video"))
-        if "damaged" in video:
-            video["damaged"] = DamagedVideos(video["damaged"])
+        kinds = {"damaged": DamagedVideos, "sampler": VideoSampler, "layout": VideoLayout}
+        video |= {name: kind(video[name]) for name, kind in kinds.items() if name in video}
         given["keep_columns"] = tuple(given.get("keep_columns", ()))
         if "variant_kinds" in given:
             given["variant_kinds"] = tuple(map(VariantKind, given["variant_kinds"]))

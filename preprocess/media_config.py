@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -12,7 +13,9 @@ from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families.base import ImageBoundsError
-from vlmdata.families.video import VideoSettings
+from vlmdata.families.chat import VIDEO
+from vlmdata.families.qwen_vl_utils import QWEN_VL_UTILS
+from vlmdata.families.video import VideoRules, VideoSettings
 from vlmdata.media.codecs import RAW, ZSTD, ItemCodec
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.options import OptionHelp
@@ -85,6 +88,20 @@ class DamagedVideos(StrEnum):
     KEEP = "keep"
 
 
+class VideoSampler(StrEnum):
+    """Whose rules choose the frames of videos and their size."""
+
+    TRANSFORMERS = "transformers"
+    QWEN_VL_UTILS = QWEN_VL_UTILS
+
+
+class VideoLayout(StrEnum):
+    """Whose text stands around the times and placeholders of a video."""
+
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+
+
 @dataclass(frozen=True)
 class VideoConfig:
     """Sampling and geometry of videos. None are the family's defaults, those of transformers' video processors."""
@@ -134,6 +151,22 @@ class VideoConfig:
     cap_pixels_per_frame: Annotated[
         bool, video_option("Limit the pixels of each frame too, as transformers does from version 5.22 on.")
     ] = False
+    sampler: Annotated[
+        VideoSampler,
+        video_option(
+            "Whose rules choose frames and sizes: those of transformers, or of qwen-vl-utils (even numbers of frames, "
+            "and bounds for each frame). Give the one that serves the model.",
+            name="video_sampler",
+        ),
+    ] = VideoSampler.TRANSFORMERS
+    layout: Annotated[
+        VideoLayout,
+        video_option(
+            "Text around the times of a video: as in transformers, with vision marks around all of it, or as in vllm, "
+            "without them.",
+            name="video_layout",
+        ),
+    ] = VideoLayout.TRANSFORMERS
     damaged: Annotated[
         DamagedVideos,
         video_option(
@@ -148,12 +181,32 @@ class VideoConfig:
             if value is not None and not value > 0:
                 raise ValueError(f"video_{name} is {value}; it must be positive")
 
-    def settings(self, defaults: VideoSettings) -> VideoSettings:
+    def rules(self, family: Family) -> VideoRules:
+        """Returns the rules by which the videos of a family are sampled and resized.
+
+        Raises:
+            UsageError: If the family does not have them.
+        """
+        rules = (
+            family.video if self.sampler is VideoSampler.TRANSFORMERS else dict(family.other_video).get(self.sampler)
+        )
+        if rules is None:
+            raise UsageError(f"--video-sampler {self.sampler} is not for the family {family.name}; drop the option")
+        return rules
+
+    def settings(self, family: Family) -> VideoSettings:
         """Returns the settings of the run, with the family's defaults filled in.
 
         Raises:
-            UsageError: If they contradict each other.
+            UsageError: If they contradict each other, or have no effect in the family.
         """
+        defaults = self.rules(family).defaults
+        if self.sampler is not VideoSampler.TRANSFORMERS and self.cap_pixels_per_frame:
+            raise UsageError(f"--cap-pixels-per-frame has no effect with --video-sampler {self.sampler}; drop it")
+        if self.layout is VideoLayout.VLLM and not family.expansion(VIDEO).caption:
+            raise UsageError(
+                f"--video-layout {self.layout} has no effect: the family {family.name} tells no times; drop it"
+            )
         names = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         made = dataclasses.replace(defaults, cap_pixels_per_frame=self.cap_pixels_per_frame, **given)
@@ -189,8 +242,9 @@ class VideoConfig:
                     "drop it"
                 )
             return None
-        made = dataclasses.asdict(self.settings(family.video.defaults)) | {"pixels": self.codec(images).name}
-        return {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}
+        made = dataclasses.asdict(self.settings(family)) | {"pixels": self.codec(images).name}
+        options = {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}
+        return {name: value for name, value in options.items() if name not in _LATER or value != _LATER[name]}
 
     def limits(self, max_source_pixels: int) -> VideoLimits:
         """Returns what is accepted of video files."""
@@ -199,6 +253,10 @@ class VideoConfig:
         )
 
         return VideoLimits(max_source_pixels, self.damaged is DamagedVideos.KEEP)
+
+
+#: Options of videos that earlier versions did not have, with their defaults, which are not recorded.
+_LATER: Mapping[str, Any] = {"sampler": VideoSampler.TRANSFORMERS, "layout": VideoLayout.TRANSFORMERS}
 
 
 def video_codec_beside(images: ItemCodec) -> str:

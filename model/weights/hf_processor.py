@@ -171,11 +171,14 @@ def write_processor(dataset: DatasetFiles, files: ProcessorFiles, out: Path) -> 
 
 
 def _video_settings(manifest: Manifest) -> dict[str, Any]:
-    """Returns how the processor samples and resizes videos: as the dataset did, or those of published checkpoints."""
+    """Returns how the processor samples and resizes videos: as the dataset did, or as published checkpoints do.
+
+    The latter also if qwen-vl-utils did, which hands sampled and resized frames to the processor.
+    """
     rules = manifest.model_family.video
     assert rules is not None  # families that the trainer builds have videos
-    recorded = manifest.config["options"].get("video")  # datasets of older versions have none
-    made = dataclasses.asdict(rules.defaults) if recorded is None else recorded
+    recorded = manifest.video_options  # datasets of older versions have none
+    made = recorded if recorded and "sampler" not in recorded else dataclasses.asdict(rules.defaults)
     settings = {name: made[name] for name in ("fps", "min_frames", "max_frames")}
     settings["size"] = {"shortest_edge": made["min_pixels"], "longest_edge": made["max_pixels"]}
     return settings | ({"cap_pixels_per_frame": True} if made["cap_pixels_per_frame"] else {})

@@ -24,7 +24,7 @@ from vlmdata.wording import counted
 
 def require_conversation(
     conversation: Conversation,
-    text: str,
+    rendered: Rendered,
     tokens: Tokens,
     turns: list[Turn],
     learned: Collection[int],
@@ -35,12 +35,13 @@ def require_conversation(
     Raises:
         RowRejected: TEMPLATE_ERROR if a turn, an image or a text is missing or misplaced.
     """
+    text = rendered.text
     begin = tokenizer.info.turns.begin
     if begin >= 0 and np.flatnonzero(tokens.ids == begin).tolist() != [0]:
         times = counted(int((tokens.ids == begin).sum()), "time")
         raise template_error(f"wrote {tokenizer.family.chat.begin} {times}; the text must begin with one")
     _require_headers(text, tokens, tokenizer, learned)
-    _require_items(conversation.media, tokens, tokenizer)
+    _require_items(conversation.media, tokens, tokenizer, rendered.enclosed_videos)
     for message in conversation.messages:
         if message.role == "system" and missing_piece([message.text], text) is not None:
             raise template_error(f"left out the system prompt {excerpt(message.text, 60)!r}")
@@ -100,7 +101,7 @@ def _require_headers(text: str, tokens: Tokens, tokenizer: ChatTokenizer, learne
             )
 
 
-def _require_items(media: Sequence[MediaPart], tokens: Tokens, tokenizer: ChatTokenizer) -> None:
+def _require_items(media: Sequence[MediaPart], tokens: Tokens, tokenizer: ChatTokenizer, enclosed: bool) -> None:
     """Checks for the placeholders of each item, each between the family's marks, and no further marks."""
     expected = Counter[int]()  # of each mark
     for kind, found in tokenizer.info.items.items():
@@ -109,8 +110,9 @@ def _require_items(media: Sequence[MediaPart], tokens: Tokens, tokenizer: ChatTo
         if len(at := np.flatnonzero(tokens.ids == found.token)) != blocks:
             wanted = counted(len(parts), kind) + (f" with {blocks} times" if blocks != len(parts) else "")
             raise template_error(f"wrote {counted(len(at), f'{kind} placeholder')} for {wanted}")
-        # The template's own marks enclose the blocks of a video.
-        pairs = blocks + sum(isinstance(part, VideoPart) and bool(part.seconds) for part in parts)
+        # The template's own marks enclose the blocks of a video, unless the layout drops them.
+        outer = sum(isinstance(part, VideoPart) and bool(part.seconds) for part in parts)
+        pairs = blocks + (outer if enclosed else 0)
         expected.update(dict.fromkeys(dict.fromkeys((*found.before, *found.after)), pairs))
         around = np.arange(len(found.ids)) + at[:, None] - len(found.before)
         inside = not blocks or (around[0, 0] >= 0 and around[-1, -1] < len(tokens.ids))

@@ -16,7 +16,7 @@ from typing import Any
 
 from preprocess.chat.template_arguments import require_arguments
 from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import SpecialText
+from preprocess.config import SpecialText, VideoLayout
 from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, TextPart, VideoPart
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.families.chat import IMAGE, VIDEO
@@ -35,6 +35,9 @@ class Rendered:
     reserved_spans: tuple[tuple[int, int], ...]
     #: Character spans of ``text`` that read as a reserved token but are data; ordered.
     plain_spans: tuple[tuple[int, int], ...] = ()
+    #: Characters, ascending, before and after which the text is encoded apart.
+    cuts: tuple[int, ...] = ()
+    enclosed_videos: bool = True  # whether the template's marks enclose all blocks of a video with times
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Renderer:
     special_text: SpecialText  # handling of data with the text of a reserved token
     #: Texts of far more tokens are rejected before they are tokenized whole; None tokenizes all.
     most_tokens: int | None = None
+    video_layout: VideoLayout = VideoLayout.TRANSFORMERS  # whether the template's marks enclose a video with times
 
     def render(self, conversation: Conversation) -> Rendered:
         """Renders a conversation with the template.
@@ -85,28 +89,54 @@ class Renderer:
         """Replaces what the template wrote for items by all their tokens, as transformers' processors do.
 
         The token of an image becomes all tokens of an image with their margins, if the template writes one of them. The
-        placeholder of a video becomes a block for each temporal patch, if the family tells their times.
+        placeholder of a video becomes a block for each temporal patch, if the family tells their times. In the layout
+        of vLLM the blocks also replace the marks around it, and are encoded apart from the text before.
+
+        Raises:
+            RowRejected: TEMPLATE_ERROR if these marks are not there.
         """
         videos = [part for part in conversation.media if isinstance(part, VideoPart) and part.seconds]
         written, video = self.tokenizer.written_image, self.tokenizer.captioned_video if videos else None
         if written is None and video is None:
             return rendered
         following = iter(videos)
-        made, plain, cursor = _Pieces(self.tokenizer), [], 0
+        enclosed = self.video_layout is VideoLayout.TRANSFORMERS
+        dropped = set() if enclosed or video is None else self._around(rendered, video)
+        made, plain, cuts, cursor = _Pieces(self.tokenizer), [], [], 0
         for start, stop in sorted((*rendered.reserved_spans, *rendered.plain_spans)):
             made.add(rendered.text[cursor:start])
             piece, cursor = rendered.text[start:stop], stop
+            if (start, stop) in dropped:
+                continue
             if (start, stop) in rendered.plain_spans:
                 plain.append((made.length, made.length + len(piece)))
                 made.add(piece)
             elif piece == written:
                 made.add_image()
             elif piece == video and (part := next(following, None)) is not None:
+                cuts += [] if enclosed else [made.length]
                 made.add_video(part.seconds)
             else:
                 made.add_token(piece)
         made.add(rendered.text[cursor:])
-        return Rendered(made.text, tuple(made.spans), tuple(plain))
+        return Rendered(made.text, tuple(made.spans), tuple(plain), tuple(cuts), enclosed)
+
+    def _around(self, rendered: Rendered, video: str) -> set[tuple[int, int]]:
+        """Returns the spans of the marks around the placeholders of videos."""
+        text, spans, found = rendered.text, sorted(rendered.reserved_spans), set[tuple[int, int]]()
+        marks = self.tokenizer.item_texts(VIDEO)
+        for number, (start, stop) in enumerate(spans):
+            if text[start:stop] != video:
+                continue
+            around = spans[max(number - 1, 0) : number + 2]
+            if "".join(marks) != text[around[0][0] : around[-1][1]]:
+                raise RowRejected(
+                    Reason.TEMPLATE_ERROR,
+                    f"the chat template does not write {''.join(marks)} for a video, which --video-layout "
+                    f"{VideoLayout.VLLM} replaces; drop the option",
+                )
+            found |= {around[0], around[-1]}
+        return found
 
     def _spans(self, text: str) -> tuple[tuple[int, int], ...]:
         return tuple(match.span() for match in self._reserved.finditer(text))

@@ -68,8 +68,9 @@ def tokenize(tokenizer: ChatTokenizer, rendered: Rendered, cuts: Sequence[int] =
     Args:
         tokenizer: The tokenizer.
         rendered: The text.
-        cuts: Characters, ascending, before and after which the text is encoded separately.
+        cuts: Characters, besides its own, before and after which the text is encoded separately.
     """
+    cuts = (*rendered.cuts, *cuts)
     if not rendered.plain_spans and not cuts:
         encoding = tokenizer.hf.backend_tokenizer.encode(rendered.text, add_special_tokens=False)
         return _tokens([(0, encoding)])

@@ -46,7 +46,7 @@ class Encoder:
         self.config = config
         self.tokenizer = tokenizer
         most = config.max_length if config.overlong == Overlong.REJECT else None
-        self.renderer = Renderer(tokenizer, config.special_text, most)
+        self.renderer = Renderer(tokenizer, config.special_text, most, config.video.layout)
 
     def as_text(self, made: Conversation | Document) -> Conversation | Document:
         """Returns a recipe's result with boxes, points and labels as text, in the convention of the family.
@@ -280,7 +280,7 @@ def encode_turns(
         )
     learned = [(answer, turn) for answer, turn, weight in zip(answers, turns, weights, strict=True) if weight]
     tokens = _cut_before_answers(tokenizer, rendered, tokens, learned, train_think)
-    require_conversation(conversation, rendered.text, tokens, turns, {turn.body for _, turn in learned}, tokenizer)
+    require_conversation(conversation, rendered, tokens, turns, {turn.body for _, turn in learned}, tokenizer)
     return rendered, tokens, turns
 
 

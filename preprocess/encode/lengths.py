@@ -55,7 +55,9 @@ class LengthMeter:
         self._config = encoder.config
         self._encoder = encoder
         self._tokenizer = encoder.tokenizer
-        self._renderer = Renderer(encoder.tokenizer, encoder.config.special_text)
+        self._renderer = Renderer(
+            encoder.tokenizer, encoder.config.special_text, video_layout=encoder.config.video.layout
+        )
         self._halved = _halved(encoder.config)
         self.half = None if self._halved is None else self._halved.image.max_pixels
 

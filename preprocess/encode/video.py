@@ -276,13 +276,11 @@ def _settings(part: VideoPart, config: PreprocessConfig) -> VideoSettings:
     """Returns the settings of the run with what the data requests instead."""
     given = {name: getattr(part, name) for name in ("fps", "num_frames", "min_frames", "max_frames")}
     given = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(config.video.settings(_rules(config).defaults), **given)
+    return dataclasses.replace(config.video.settings(config.model_family), **given)
 
 
 def _rules(config: PreprocessConfig) -> VideoRules:
-    rules = config.model_family.video
-    assert rules is not None, "plan_video refuses families without videos"
-    return rules
+    return config.video.rules(config.model_family)  # plan_video refuses families without videos
 
 
 def _window(part: VideoPart, contents: VideoContents) -> tuple[int, int]:

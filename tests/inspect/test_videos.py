@@ -77,6 +77,10 @@ def test_the_terminal_lists_times(clips: Path, command: Command) -> None:
     assert "1 (video)" in said
     assert "frames of video 1" in said
     assert "more (--json has them)" in said  # a long video does not fill the screen
+    source = VlmDataset(clips).metadata(0)["images"][1]
+    total, kept = source["file_frames"], len(set(source["frames"]))
+    assert 0 < kept < total
+    assert f"{total:,} in the file, {kept:,} kept, {total - kept:,} dropped" in " ".join(said.split())
     last = describe_sample(VlmDataset(clips), 0).images[1].frames[-1]
     assert f"{last.seconds[0]:.2f}, {last.seconds[1]:.2f} s" in said
     for more in (("--tokens",), ("--json",)):
@@ -146,6 +150,8 @@ def test_a_token_marks_its_frame_and_a_frame_its_token(clips: Path, tmp_path: Pa
         page.hover(f".cell[data-i='{video.frames[0].start}']")
         assert [i for i, here in enumerate(page.evaluate(marked)) if here] == [1]
         caption = page.inner_text(".frames figcaption >> nth=0")
+        total, kept = video.frame_counts or (0, 0)
+        assert f"{kept} kept, {total - kept} dropped." in page.inner_text(".frames + figcaption >> nth=0")
         assert f"at {video.frames[0].seconds[0]:.2f} and {video.frames[0].seconds[1]:.2f} s" in caption
         assert "Cannot read" not in page.inner_text("body")
         visit.shot(f"video-{way}")

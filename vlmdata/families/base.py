@@ -82,6 +82,7 @@ class Family:
         processors: Values of ``processor_class`` in the files of this family's tokenizers.
         token_settings: Texts of special tokens, each with the setting in which a tokenizer may name another text.
         video: How videos are sampled and resized; None if the family has no videos.
+        other_video: Other rules for videos that a run may choose, by name.
         grounding: How boxes and points are written; None if the family has no convention for them.
     """
 
@@ -103,6 +104,7 @@ class Family:
     processors: tuple[str, ...] = ()
     token_settings: tuple[tuple[str, str], ...] = ()
     video: VideoRules | None = None
+    other_video: tuple[tuple[str, VideoRules], ...] = ()
     grounding: Grounding | None = None
 
     @property
@@ -136,7 +138,7 @@ class Family:
         return self.merge_size**2
 
     def image_size(
-        self, height: int, width: int, min_pixels: int, max_pixels: int, *, least_side: int = 0
+        self, height: int, width: int, min_pixels: int, max_pixels: float, *, least_side: int = 0
     ) -> tuple[int, int]:
         """Returns the (height, width) to which an image is resized.
 

@@ -44,7 +44,7 @@ class Gemma4(Family):
         return BUDGETS[-1] * TOKEN
 
     def image_size(
-        self, height: int, width: int, min_pixels: int, max_pixels: int, *, least_side: int = 0
+        self, height: int, width: int, min_pixels: int, max_pixels: float, *, least_side: int = 0
     ) -> tuple[int, int]:
         """Returns the largest (height, width) within the budget: ``get_aspect_ratio_preserving_size`` of the processor.
 
@@ -57,7 +57,7 @@ class Gemma4(Family):
         """
         scale, side = math.sqrt(max_pixels / (height * width)), self.factor
         rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)
-        most = max_pixels // TOKEN  # tokens of an image one token wide
+        most = int(max_pixels) // TOKEN  # tokens of an image one token wide
         if rows == 0:
             rows, columns = 1, min(math.floor(width / height), most)
         elif columns == 0:

@@ -42,7 +42,7 @@ class InternVL(Family):
         return MOST_TILES * TILE
 
     def image_size(
-        self, height: int, width: int, min_pixels: int, max_pixels: int, *, least_side: int = 0
+        self, height: int, width: int, min_pixels: int, max_pixels: float, *, least_side: int = 0
     ) -> tuple[int, int]:
         """Returns the (height, width) of the canvas: ``get_optimal_tiled_canvas`` of the processor.
 

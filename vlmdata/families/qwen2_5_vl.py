@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from vlmdata.families import qwen
 from vlmdata.families.base import Family
+from vlmdata.families.qwen_vl_utils import QWEN_VL_UTILS, qwen_utils_video
 from vlmdata.families.video import VideoFramesError, VideoRules, VideoSettings, at_least_one_patch
 
 
@@ -75,5 +76,6 @@ FAMILY = Family(
         bounds_each_frame=True,
         tokens_per_second=2,
     ),
+    other_video=((QWEN_VL_UTILS, qwen_utils_video(factor=28, tokens_per_second=2)),),
     grounding=qwen.GROUNDING,
 )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from vlmdata.families import qwen
 from vlmdata.families.base import Family
+from vlmdata.families.qwen_vl_utils import QWEN_VL_UTILS, qwen_utils_video
 from vlmdata.families.video import VideoRules, VideoSettings, at_least_one_patch
 
 
@@ -78,5 +79,6 @@ FAMILY = Family(
             max_video_tokens=768,
         ),
     ),
+    other_video=((QWEN_VL_UTILS, qwen_utils_video(factor=32)),),
     grounding=qwen.GROUNDING_OF_1000,
 )

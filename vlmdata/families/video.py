@@ -30,6 +30,7 @@ class VideoSettings:
         max_pixels: ``size["longest_edge"]`` of the processor, in pixels.
         cap_pixels_per_frame: The argument of that name, which transformers 5.22 makes the only way.
         max_video_tokens: The argument of that name, used with ``cap_pixels_per_frame``.
+        total_pixels: Of all temporal patches together, as qwen_vl_utils counts them; None is its default.
     """
 
     fps: float
@@ -40,6 +41,7 @@ class VideoSettings:
     max_video_tokens: int
     cap_pixels_per_frame: bool = False
     num_frames: int | None = None
+    total_pixels: int | None = None
 
 
 @dataclass(frozen=True)

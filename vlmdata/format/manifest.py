@@ -166,6 +166,18 @@ class Manifest:
         """Versions of the libraries that decoded and resized the images, by name."""
         return recorded_pixel_libraries(self.config.get("fingerprints"))
 
+    @property
+    def video_options(self) -> Mapping[str, Any]:
+        """The options of videos; empty in datasets of older versions, and in those without videos or of several."""
+        options = self.config.get("options")
+        found = options.get("video") if isinstance(options, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def encloses_videos(self) -> bool:
+        """Whether vision marks enclose all blocks of a video with times, as in transformers; vLLM drops them."""
+        return self.video_options.get("layout") != "vllm"
+
     def to_json(self) -> bytes:
         """Returns canonical JSON text."""
         totals = counts_to_json(self.totals)

@@ -79,6 +79,12 @@ class ImageDescription:
     frames: tuple[FrameDescription, ...]  # temporal patches of a video; none of an image
     tile: tuple[int, int] | None = None  # row and column among the tiles of its image; None if it is no tile
 
+    @property
+    def frame_counts(self) -> tuple[int, int] | None:
+        """Frames of a video's file, and how many of them were kept; None if they are not recorded."""
+        total, kept = self.source.get("file_frames"), {each for frame in self.frames for each in frame.source}
+        return (total, len(kept)) if type(total) is int and kept else None
+
 
 @dataclass(frozen=True, eq=False)
 class TokenTable:

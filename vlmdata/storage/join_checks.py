@@ -100,6 +100,7 @@ def require_alike(first: Input, other: Input) -> None:
         ),
         ("tokenizer files", dict(one.tokenizer_files), dict(two.tokenizer_files)),
         *((f"--{name.replace('_', '-')}", _option(one, name), _option(two, name)) for name in _SHARED_OPTIONS),
+        ("--video-layout", _layout(one), _layout(two)),
     ]
     different = [f"{name}: {a} in {store}, {b} in {other_store}" for name, a, b in facts if a != b]
     if different:
@@ -113,6 +114,10 @@ def require_alike(first: Input, other: Input) -> None:
 def _option(manifest: Manifest, name: str) -> Any:
     options = manifest.config.get("options")
     return options.get(name) if isinstance(options, Mapping) else None
+
+
+def _layout(manifest: Manifest) -> str:
+    return str(manifest.video_options.get("layout", "transformers"))
 
 
 def require_distinct(inputs: Sequence[Input]) -> None:

@@ -16,7 +16,12 @@ from vlmdata.wording import counted
 
 
 def audit_marks(
-    sample: Sample, blocks: Blocks, starts: npt.NDArray[np.int64], family: Family, tokenizer: TokenizerInfo
+    sample: Sample,
+    blocks: Blocks,
+    starts: npt.NDArray[np.int64],
+    family: Family,
+    tokenizer: TokenizerInfo,
+    enclosed_videos: bool = True,
 ) -> Iterator[tuple[str, str]]:
     """Checks that each block of placeholders is enclosed in its marks, and that there are no others.
 
@@ -26,6 +31,7 @@ def audit_marks(
         starts: int64 (B,), first token of each block.
         family: Family of the sample.
         tokenizer: Tells the ids of the marks.
+        enclosed_videos: Whether marks enclose all blocks of a captioned video, too.
 
     Yields:
         Each fault, as (check, message).
@@ -52,8 +58,8 @@ def audit_marks(
         if not closed.all():
             listed = " and ".join(name for name, _ in around)
             yield "image_block", f"{texts.kind} {np.flatnonzero(~closed)[0]} is not enclosed in {listed}"
-        # All blocks of a captioned video stand between the marks that the chat template writes.
-        outer = sum(item.kind == texts.kind for item in sample.items) if texts.caption else 0
+        # All blocks of a captioned video stand between the marks that the chat template writes, except as in vLLM.
+        outer = sum(item.kind == texts.kind for item in sample.items) if texts.caption and enclosed_videos else 0
         expected.update(dict.fromkeys((*marks.before, *marks.after), len(begins) + outer))
     for token, name in names.items():
         if (found := int((ids == token).sum())) != expected[token]:

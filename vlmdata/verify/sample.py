@@ -39,6 +39,7 @@ class SampleRules:
     #: Version by name of the libraries that made the pixels, for messages.
     libraries: Mapping[str, str] = field(default_factory=dict)
     documents: bool = False  # whether samples without target turns are documents. Elsewhere they are faults.
+    enclosed_videos: bool = True  # whether vision marks enclose all blocks of a video with times
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleRules:
@@ -63,6 +64,7 @@ class SampleRules:
             manifest.model_family,
             manifest.pixel_libraries,
             DOCUMENTS in manifest.features,
+            manifest.encloses_videos,
         )
 
 
@@ -120,7 +122,7 @@ def audit_sample(
         findings.append(("index", f"images start at {list(found)}, but the index says {row.item_starts}"))
     return [
         *findings,
-        *audit_marks(sample, blocks, starts, rules.family, tokenizer),
+        *audit_marks(sample, blocks, starts, rules.family, tokenizer, rules.enclosed_videos),
         *_positions(sample, blocks, starts, rules.family),
     ]
 

@@ -191,3 +191,13 @@ def test_a_file_with_a_part_of_its_first_frames_has_none() -> None:
         second = [packet for packet in file.demux() if packet.size][1]
     error = refusal(CUT["mp4"][: second.pos + 40], KEEP)
     assert error.reason is Reason.DAMAGED_VIDEO
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libsvtav1"])
+def test_a_second_file_after_the_first_is_not_passed_over(codec: str) -> None:
+    """FFmpeg reads the first alone, and says nothing."""
+    first, second = clip(codec, 8), clip(codec, 20)
+    assert len(read_contents(first)) == 8
+    with pytest.raises(MediaError, match=r"another MP4 file follows with its header at byte [\d,]+, and is not read"):
+        read_contents(first + second)
+    assert read_contents(first + second, VideoLimits(keep_damaged=True)).damage

@@ -62,7 +62,9 @@ def exact(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("family", "preset"), [("qwen3_5", "tiny"), ("qwen3_vl", "qwen3-vl-tiny")])
-def test_a_run_learns_resumes_and_exports(family: str, preset: str, one_process: None, tmp_path: Path) -> None:
+def test_a_run_learns_resumes_and_exports(
+    family: str, preset: str, one_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from model.weights.convert import to_hf
@@ -84,6 +86,15 @@ def test_a_run_learns_resumes_and_exports(family: str, preset: str, one_process:
     processor = AutoProcessor.from_pretrained(tmp_path / "hf").video_processor
     assert dict(processor.size) == {"shortest_edge": 4096, "longest_edge": 16384}, "as the dataset was made"
     assert (processor.fps, processor.min_frames, processor.max_frames) == (2, 4, 768)
+    # The next run starts from that model, served by a processor with another setting.
+    options |= {"model__preset": "", "model__hf": str(tmp_path / "hf"), "data__eval_paths": [], "run__steps": 1}
+    for cap, found in ((None, 0), (True, 1)):
+        processor.cap_pixels_per_frame = cap
+        processor.save_pretrained(tmp_path / "hf")
+        capsys.readouterr()
+        train_here(tmp_path / f"next-{cap}", data, **options)
+        said = "".join(capsys.readouterr())
+        assert said.count("clips has cap_pixels_per_frame off, and the processor of") == found
 
 
 @pytest.mark.parametrize(

@@ -101,4 +101,4 @@ def test_without_options_the_configuration_is_the_default() -> None:
 def test_the_table_of_the_docs_has_every_option_of_the_configuration() -> None:
     flags = [each.flags[0] for each in declared_fields(PreprocessConfig)]
     assert [line.split("`")[1] for line in option_table(PreprocessConfig).splitlines()[2:]] == flags
-    assert len(flags) == 32
+    assert len(flags) == 34

@@ -173,7 +173,11 @@ def _numbers(values: tuple[float, ...]) -> str:
 def _frames(video: ImageDescription) -> Table:
     """Lists the temporal patches of a video: where their tokens are, and when their frames are shown."""
     names = ("temporal patch", "first token", "tokens", "told", "frames at", "numbers in the file")
-    table = columns(f"frames of video {video.number}", *names, left=names[-2:])
+    counts = video.frame_counts
+    kept = (
+        "" if counts is None else f": {counts[0]:,} in the file, {counts[1]:,} kept, {counts[0] - counts[1]:,} dropped"
+    )
+    table = columns(f"frames of video {video.number}{kept}", *names, left=names[-2:])
     shown = shown_frames(len(video.frames), _MOST_FRAMES)
     for before, number in zip([-1, *shown], shown, strict=False):
         if number > before + 1:

@@ -13,6 +13,7 @@ from vlmdata.integrations.check.own import builder_of, is_function
 from vlmdata.integrations.check.packs import check_data
 from vlmdata.integrations.check.report import Subject
 from vlmdata.integrations.check.run import transformers_model
+from vlmdata.integrations.videos import video_notes
 from vlmdata.storage.open import open_dataset
 
 
@@ -77,6 +78,7 @@ def check_named(model: str, data: str, options: Options) -> tuple[Subject, Resul
         data=data,
         samples=tuple(each.rows[0].key for each in batches.alone),
         tokens=batches.packs[0].batch.total_tokens,
+        notes=tuple(video_notes([(data, dataset.manifest)], None if is_function(model) else model)),
     )
     return subject, result
 

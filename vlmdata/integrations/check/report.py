@@ -26,6 +26,7 @@ class Subject:
         data: The dataset as the user named it.
         samples: Keys of the samples.
         tokens: Tokens of a pack.
+        notes: What differs between the dataset and the model's video processor, in lines.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Subject:
     data: str
     samples: tuple[str, ...]
     tokens: int
+    notes: tuple[str, ...] = ()
 
 
 def as_dict(subject: Subject, result: Result) -> dict[str, Any]:
@@ -72,6 +74,7 @@ def headline(subject: Subject, result: Result) -> list[str]:
         f"{subject.model}: {subject.model_type}{layers}, {subject.dtype} on {subject.device}",
         f"{subject.data}: {counted(len(subject.samples), 'sample')}, alone and in packs of {subject.tokens:,} tokens",
         f"alone: {result.reference}",
+        *subject.notes,
     ]
 
 

@@ -24,6 +24,29 @@ def incomplete(file: IO[bytes], container: str) -> str:
     return f"{end - size:,} of its {end:,} bytes are missing" if end > size else ""
 
 
+def appended(file: IO[bytes], container: str) -> str:
+    """Describes an MP4 file that follows another one in the same file, of which FFmpeg reads nothing; "" if none does.
+
+    FFmpeg reads what follows files of other containers.
+
+    Args:
+        file: The file, seekable; its position changes.
+        container: FFmpeg's name of the container.
+    """
+    size, at, headers = file.seek(0, io.SEEK_END), 0, 0
+    while container.startswith("mov") and at + 8 <= size:
+        file.seek(at)
+        head = file.read(16)
+        headers += head[4:8] == b"moov"  # fragments have headers of another kind
+        if headers > 1:
+            return f"another MP4 file follows with its header at byte {at:,}, and is not read"
+        length = int.from_bytes(head[8:16] if head[:4] == b"\0\0\0\1" else head[:4])
+        if length < 8:
+            break
+        at += length
+    return ""
+
+
 def _iso(file: IO[bytes], size: int) -> int:
     """Returns the end of the last box of an MP4 file."""
     at = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from vlmdata.media.video.complete import incomplete
+from vlmdata.media.video.complete import appended, incomplete
 from vlmdata.media.video.container import VideoLimits, VideoSource, file_of, opened, reason_of
 
 if TYPE_CHECKING:
@@ -156,6 +156,9 @@ def read_packets(source: VideoSource, limits: VideoLimits, what: str) -> Packets
             found.damage = _cut_off(source, container, found.ends)
             if found.damage:  # the last packet may be a part of one
                 found.drop_last()
+        if not found.damage:
+            with file_of(source) as file:
+                found.damage = appended(file, found.container)
         return found
 
 

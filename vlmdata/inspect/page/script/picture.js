@@ -14,7 +14,9 @@ function mediaOf(sample, image) {
   if (!image.frames.length) return pictureOf(sample, image);
   const drawn = picturesOf(image).filter((picture) => store.draws(picture)), source = image.source;
   const left = image.frames.length - drawn.length;
-  const from = source.width ? ` From a ${source.format} of ${source.width} × ${source.height}, ${source.file_frames} frames at ${seconds(source.rate || 0)} a second.` : "";
+  const kept = new Set(image.frames.flatMap((frame) => frame.source)).size;
+  const counts = kept ? `: ${count(kept)} kept, ${count(source.file_frames - kept)} dropped` : "";
+  const from = source.width ? ` From a ${source.format} of ${source.width} × ${source.height}, ${count(source.file_frames)} frames at ${seconds(source.rate || 0)} a second${counts}.` : "";
   return el("figure", {}, el("div", { class: "frames" }, drawn.map((picture) => pictureOf(sample, picture))), el("figcaption", { class: "small soft" },
     `video ${image.number}: ${counted(image.frames.length, "temporal patch", "temporal patches")} of ${image.width} × ${image.height} pixels${left ? `, ${left} of them not in this file` : ""}, ${counted(image.tokens, "token")} from ${count(image.start)} on.${from}`));
 }

@@ -1,0 +1,123 @@
+"""Compares how a dataset samples and sizes videos with the processor that a model is served with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from vlmdata.families.chat import VIDEO
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import KIND_FEATURES
+
+#: From this version of transformers on, processors without such an argument limit the pixels of each frame.
+_ALWAYS_CAPS = (5, 22)
+_SETTINGS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "cap_pixels_per_frame")
+_BY_TRANSFORMERS = "transformers"
+
+
+def video_notes(datasets: Sequence[tuple[str, Manifest]], model: str | None = None) -> list[str]:
+    """Tells what differs in videos between datasets, and between them and the processor of a model.
+
+    Args:
+        datasets: Names and manifests. Those without videos do not count.
+        model: Folder or hub id. None, or one without a video processor that can be read, is not compared.
+
+    Returns:
+        A line for each dataset that differs.
+    """
+    with_videos = [(name, manifest) for name, manifest in datasets if has_videos(manifest)]
+    notes = []
+    for (name, one), (other, two) in pairwise(with_videos):
+        different = list(_different(_of_servers(one), _of_servers(two)))
+        if different:
+            notes.append(
+                f"videos: {_listed(name, different, 1)}, and {_listed(other, different, 2)}; a model is served with "
+                "one of them. Preprocess both alike"
+            )
+    processor = _processor(model) if model is not None and with_videos else None
+    if processor is not None:
+        notes += [note for name, each in with_videos for note in processor_notes(name, each, processor, str(model))]
+    return notes
+
+
+def processor_notes(name: str, manifest: Manifest, processor: Any, model: str = "the model") -> list[str]:
+    """Tells what differs between a dataset and a video processor of transformers.
+
+    Args:
+        name: The dataset, for messages.
+        manifest: Its manifest.
+        processor: The video processor, or a processor that has one.
+        model: Whose processor it is, for messages.
+
+    Returns:
+        A line if something differs; none if the dataset has no videos, or the frames of qwen-vl-utils, which a
+        processor takes as they are.
+    """
+    made = manifest.video_options
+    if not has_videos(manifest) or not made or "sampler" in made:
+        return []
+    different = list(_different(made, served(getattr(processor, "video_processor", processor))))
+    if not different:
+        return []
+    return [
+        f"videos: {_listed(name, different, 1)}, and {_listed(f'the processor of {model}', different, 2)}. Preprocess "
+        "with the options of the processor, or serve the model with those of the dataset"
+    ]
+
+
+def served(processor: Any) -> dict[str, Any]:
+    """Returns the settings of a video processor of transformers, by the names of a dataset's options.
+
+    A setting that it does not have, or leaves to the caller, is None.
+    """
+    import transformers
+    from packaging.version import Version
+
+    size = getattr(processor, "size", None) or {}
+    always = Version(transformers.__version__).release >= _ALWAYS_CAPS
+    return {
+        **{name: getattr(processor, name, None) for name in ("fps", "min_frames", "max_frames")},
+        "min_pixels": size.get("shortest_edge"),
+        "max_pixels": size.get("longest_edge"),
+        "cap_pixels_per_frame": always or bool(getattr(processor, "cap_pixels_per_frame", False)),
+    }
+
+
+def has_videos(manifest: Manifest) -> bool:
+    """Whether a dataset has samples with videos."""
+    return KIND_FEATURES[VIDEO] in manifest.features
+
+
+def _of_servers(manifest: Manifest) -> dict[str, Any]:
+    """Returns what no model is served with in two ways at once."""
+    defaults = {"sampler": _BY_TRANSFORMERS, "layout": _BY_TRANSFORMERS, "cap_pixels_per_frame": False}
+    return {name: manifest.video_options.get(name, default) for name, default in defaults.items()}
+
+
+def _different(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in (*_SETTINGS, "sampler", "layout"):
+        a, b = one.get(name), two.get(name)
+        if a is not None and b is not None and a != b:
+            yield name, a, b
+
+
+def _listed(what: str, different: Sequence[tuple[str, Any, Any]], place: int) -> str:
+    return f"{what} has " + ", ".join(f"{each[0]} {_value(each[place])}" for each in different)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}" if isinstance(value, int) else f"{value}"
+
+
+def _processor(model: str) -> Any:
+    """Loads the video processor of a model; None if it has none that can be read."""
+    from transformers import AutoVideoProcessor
+
+    load: Any = AutoVideoProcessor.from_pretrained
+    try:
+        return load(model)
+    except Exception:  # many kinds, of the hub, of files, and of classes that are not installed
+        return None
