@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from preprocess.cli import run_command
 from preprocess.cli.command import PreprocessCommand
 from preprocess.cli.preprocess import preprocess
-from preprocess.config import PreprocessConfig
+from preprocess.config import PreprocessConfig, VariantKind
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.media.codecs import RAW
 from vlmdata.options import declared_fields, filled, option_table
@@ -35,6 +35,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "engine_option": OWN_OPTIONS,
     "keep_columns": st.lists(st.text("ab.", min_size=1, max_size=3), unique=True).map(tuple),
     "allow_private_host": st.lists(HOST).map(tuple),
+    "variants": st.just(1),  # more exclude some pixels, and kinds need more
+    "variant_kinds": st.permutations([VariantKind.SCALE, VariantKind.CROP]).map(tuple),
     "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "x"]), st.booleans()),
     "holdout": st.floats(0.01, 0.99),
     "max_reject_rate": st.floats(0, 1),
@@ -101,4 +103,4 @@ def test_without_options_the_configuration_is_the_default() -> None:
 def test_the_table_of_the_docs_has_every_option_of_the_configuration() -> None:
     flags = [each.flags[0] for each in declared_fields(PreprocessConfig)]
     assert [line.split("`")[1] for line in option_table(PreprocessConfig).splitlines()[2:]] == flags
-    assert len(flags) == 34
+    assert len(flags) == 36
