@@ -178,7 +178,7 @@ def test_kernels_compute_windows_and_images_that_see_themselves(
 
     monkeypatch.setattr(attention, "installed_kernel", lambda: counted)
     monkeypatch.setattr("transformers.masking_utils.create_causal_mask", None)
-    monkeypatch.setattr("vlmdata.integrations.windows.Windows._mask", None)
+    monkeypatch.setattr("vlmdata.integrations.windows.SlidingWindows._mask", None)
     with packed(model):
         token_losses(model, batch).sum().backward()
     kinds = model.config.text_config.layer_types

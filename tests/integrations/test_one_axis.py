@@ -26,7 +26,7 @@ from vlmdata.batch import PackedBatch
 from vlmdata.integrations import attention, boundaries, vision
 from vlmdata.integrations.segments import Segments
 from vlmdata.integrations.transformers import is_packed, packed, packed_forward, packed_inputs, token_losses
-from vlmdata.integrations.windows import Windows
+from vlmdata.integrations.windows import SlidingWindows
 
 every_model = pytest.mark.parametrize("variant", ONE_AXIS)
 gemma_models = pytest.mark.parametrize("variant", [name for name in ONE_AXIS if name.startswith("gemma4")])
@@ -221,9 +221,9 @@ class TestWithAKernel:
         self, packs: Packs, samples: Samples, calls: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A planted fault: images near the start of a sample see the end of the sample before."""
-        own = Windows.seen_keys.func  # type: ignore[attr-defined]
-        whole = property(lambda self: own(Windows(self.size, (sum(self.lengths),), self.runs, self.device)))
-        monkeypatch.setattr(Windows, "seen_keys", whole)
+        own = SlidingWindows.seen_keys.func  # type: ignore[attr-defined]
+        whole = property(lambda self: own(SlidingWindows(self.size, (sum(self.lengths),), self.runs, self.device)))
+        monkeypatch.setattr(SlidingWindows, "seen_keys", whole)
         model, batch = model_of("gemma4-dense"), with_images(packs("gemma4-dense"))
         starts, images = batch.host.cu_seqlens_padded, batch.host.image_starts
         assert any((0 < start < image < start + 23) for start in starts for image in images)

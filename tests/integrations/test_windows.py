@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmdata.integrations.segments import Segments
-from vlmdata.integrations.windows import Windows, runs_within, spans_of_tokens
+from vlmdata.integrations.windows import SlidingWindows, runs_within, spans_of_tokens
 
 #: Tokens of a segment: whether each belongs to an image. Images at both ends, and several without text between them.
 segment = st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=1, max_size=5).map(
@@ -46,7 +46,9 @@ def test_masks_equal_those_of_transformers(segments: list[list[bool]], window: i
     marks = torch.tensor([each for segment in segments for each in segment])
     bounds = [0, *accumulate(map(len, segments))]
     positions = torch.cat([torch.arange(len(each)) for each in segments])
-    windows = Windows(window, tuple(map(len, segments)), runs_within(spans_of_tokens(marks), bounds), marks.device)
+    windows = SlidingWindows(
+        window, tuple(map(len, segments)), runs_within(spans_of_tokens(marks), bounds), marks.device
+    )
     wanted = masks_of_transformers(marks, positions, window)
     found = torch.zeros_like(wanted)
     for (start, stop), mask in zip(pairwise(bounds), windows.masks, strict=True):
@@ -56,7 +58,7 @@ def test_masks_equal_those_of_transformers(segments: list[list[bool]], window: i
     assert_seen_keys(windows, wanted)
 
 
-def assert_seen_keys(windows: Windows, wanted: torch.Tensor) -> None:
+def assert_seen_keys(windows: SlidingWindows, wanted: torch.Tensor) -> None:
     """Within the window of each query, the keys are those that the mask lets it see."""
     seen = windows.seen_keys
     if seen is None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vlmdata.integrations.segments import SEGMENTS, Segments, SegmentsMask
-from vlmdata.integrations.windows import Windows
+from vlmdata.integrations.windows import SlidingWindows
 
 #: ``attn_implementation`` of prepared decoders: plain calls are SDPA's.
 DECODER = "vlmdata"
@@ -128,7 +128,7 @@ def _in_windows(
     bounds: torch.Tensor,
     longest: int,
     scale: float | None,
-    windows: Windows,
+    windows: SlidingWindows,
 ) -> torch.Tensor:
     """Causal attention in windows; then that of images' tokens, which also see the later ones of their image."""
     left, seen = windows.left, windows.seen_keys

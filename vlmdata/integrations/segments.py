@@ -12,7 +12,7 @@ from typing import Any, Never, Self
 import torch
 
 from vlmdata.batch import PackedBatch
-from vlmdata.integrations.windows import Span, Windows, to_device
+from vlmdata.integrations.windows import SlidingWindows, Span, to_device
 
 #: The keyword by which a decoder's layers get the segments of a pack.
 SEGMENTS = "vlmdata_segments"
@@ -57,7 +57,7 @@ class Segments:
     cu_seqlens: torch.Tensor
     #: Runs of images' tokens that see each other in both directions, in layers with a sliding window.
     runs: tuple[Span, ...] = ()
-    _windows: dict[int, Windows] = field(default_factory=dict, repr=False)
+    _windows: dict[int, SlidingWindows] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, positions: torch.Tensor) -> Self | None:
@@ -95,12 +95,12 @@ class Segments:
         """The same segments with runs of images' tokens."""
         return replace(self, runs=runs, _windows={})
 
-    def windows(self, size: int | None) -> Windows | None:
+    def windows(self, size: int | None) -> SlidingWindows | None:
         """What layers with a sliding window of a size need: the same object each time; None without a window."""
         if size is None:
             return None
         if size not in self._windows:
-            self._windows[size] = Windows(size, self.lengths, self.runs, self.cu_seqlens.device)
+            self._windows[size] = SlidingWindows(size, self.lengths, self.runs, self.cu_seqlens.device)
         return self._windows[size]
 
     @cached_property

@@ -84,7 +84,7 @@ class SeenKeys:
 
 
 @dataclass(frozen=True, eq=False)
-class Windows:
+class SlidingWindows:
     """What the layers with a window of one size need of a pack. It is made once per forward pass.
 
     Attributes:

@@ -36,11 +36,23 @@ class TestTheWait:
             started.wait(lines.append)
         return lines
 
-    def test_names_what_is_compiled_and_how_long_it_took(self) -> None:
-        lines = self.said(
-            "print('of a library')\nprint(json.dumps({'kernels': 2}), flush=True)\n"
+    def test_names_what_is_compiled_and_how_long_it_took(self, tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe"  # the process runs until its first line is said: it is waited for
+        os.mkfifo(pipe)
+        lines: list[str] = []
+
+        def say(line: str) -> None:
+            lines.append(line)
+            if len(lines) == 1:
+                pipe.write_text("go on")
+
+        code = (
+            "import json\nprint('of a library')\nprint(json.dumps({'kernels': 2}), flush=True)\n"
+            f"open({str(pipe)!r}).read()\n"
             "for cached in (False, True): print(json.dumps({'kernel': 'a', 'cached': cached}))"
         )
+        with KernelsAhead([sys.executable, "-c", code]) as started:
+            started.wait(say)
         assert lines[0] == "compiling 2 kernels …"
         assert lines[1].startswith("compiled 1 kernel in ")
 

@@ -25,7 +25,8 @@ from tests.model.conftest import Pair
 from tests.model.helpers import Sample, mixed_samples, pack, relative
 from vlmdata.batch import IGNORE_INDEX
 
-TOLERANCE = 2e-5
+#: Float32, whose products differ by processor: up to 2.4e-5 was seen. A wrong scale or a lost term is over 1e-2.
+TOLERANCE = 1e-4
 RATE, STEPS = 3e-3, 10
 #: Models, and what is adapted in each.
 CASES: dict[str, tuple[dict[str, Any], LoraOptions]] = {

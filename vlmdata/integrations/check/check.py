@@ -29,7 +29,7 @@ from vlmdata.integrations.check.outcomes import (
 )
 from vlmdata.integrations.check.own import Checked, Computed
 from vlmdata.integrations.check.packs import CheckData, SampleBatch
-from vlmdata.integrations.check.record import Site, mixes_tokens
+from vlmdata.integrations.check.record import Site, is_router, mixes_tokens
 from vlmdata.integrations.check.run import (
     Alone,
     Bench,
@@ -45,6 +45,9 @@ from vlmdata.integrations.check.summary import Comparison, comparisons_of
 _EXACT = Tolerance(local=1e-4, mean=1e-5, whole=1e-3, gradients=1e-3)
 #: In low precision, a pack may be this many times as far from its samples as these are from float32.
 _FACTOR = 3.0
+#: The same for gradients of routers: a token whose best experts are a rounding apart goes to another one in a pack,
+#: which changes the sum by a step. Four times was seen, with two layers and few tokens.
+_ROUTER_FACTOR = 12.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +169,10 @@ class _Check:
                 spots[spot] = max(spots.get(spot, 0.0), _FACTOR * difference.error)
         errors = gradient_errors(self.gradients, gradients)
         usual = float(np.quantile(list(errors.values()), 0.9)) if errors else 0.0  # one sum says little of rounding
+        routers = tuple(f"{name}." for name, each in self.bench.model.named_modules() if is_router(each))
         for name, error in errors.items():
-            spots[Spot(name, False, "gradient")] = _FACTOR * max(error, usual)
+            factor = _ROUTER_FACTOR if name.startswith(routers) else _FACTOR
+            spots[Spot(name, False, "gradient")] = factor * max(error, usual)
         self.bench.set_dtype(self.dtype)
         return Tolerance(local=2 * eps, mean=eps / 4, whole=2 * eps, gradients=4 * eps, measured=spots)
 

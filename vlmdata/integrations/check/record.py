@@ -86,6 +86,11 @@ def is_linear_attention(module: torch.nn.Module) -> bool:
     return any("DeltaNet" in each.__name__ for each in type(module).__mro__)
 
 
+def is_router(module: torch.nn.Module) -> bool:
+    """Whether a module chooses experts for each token."""
+    return any("Router" in each.__name__ for each in type(module).__mro__)
+
+
 def mixes_tokens(place: Site | None) -> bool:
     """Whether a place is one where tokens reach each other: attention, or a part of linear attention."""
     return place is not None and (is_linear_attention(place.module) or "Attention" in type(place.module).__name__)
