@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 import vlmdata
 from preprocess.chat.tokenizer import family_of, load_tokenizer
 from preprocess.config import PreprocessConfig, SpecialText, VideoConfig
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
 from preprocess.encode import Encoder
+from preprocess.recipes.base import load_recipe
 from preprocess.recode.run import OldDataset, recode_dataset
 from preprocess.reject import RowRejected
 from preprocess.retokenize.run import old_config, retokenize_dataset
+from preprocess.row import Row
 from preprocess.sources.open import open_source
-from tests.chat_rows import mixed_rows, write_jsonl
+from tests.chat_rows import image_item, mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
 from tests.families.kinds import KINDS, Kind, conversations, of_the_processor, spoken
 from vlmdata.errors import SourceError, UsageError
@@ -123,6 +125,25 @@ class TestSamples:
         with pytest.raises(RowRejected, match=rf"resized_height 64 .* not of the family {kind.name}.* drop them"):
             encoder.encode(talk)
 
+    def test_videos_are_refused(self, kind: Kind, encoder: Encoder) -> None:
+        asked = Message("user", (VideoPart(b"", field="videos[0]"),))
+        message = rf"videos\[0\] is a video, and vlmdata has no videos in the family {kind.name}\. Drop the row, or"
+        with pytest.raises(RowRejected, match=message):
+            encoder.encode(Conversation((asked, Message("assistant", (TextPart("b"),)))))
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_a_setting_of_the_processor_in_a_row_is_named(self, kind: Kind, encoder: Encoder, strict: bool) -> None:
+        picture = image_item() | {"max_soft_tokens": 70}
+        made = load_recipe("chat")(Row(0, {"messages": [turn("user", picture, "?"), turn("assistant", "b")]}))
+        assert isinstance(made, Conversation)
+        assert list(made.unknown) == ["messages[].content[].max_soft_tokens"]
+        checked = Encoder(replace(encoder.config, strict=strict), encoder.tokenizer)
+        if strict:
+            with pytest.raises(RowRejected, match=r"max_soft_tokens.* --strict rejects such rows; drop the keys"):
+                checked.encode(made)
+        else:
+            assert checked.encode(made).items
+
 
 class TestTokenizers:
     def test_tell_their_family(self, kind: Kind, folder: str) -> None:
@@ -204,5 +225,6 @@ class TestDatasets:
 
 def test_options_for_videos_are_refused_in_families_without(kind: Kind) -> None:
     config = PreprocessConfig(family=kind.name, image=kind.image, video=VideoConfig(fps=1.0))
-    with pytest.raises(UsageError, match=f"`fps` has no effect: the family {kind.name} reads no videos; drop it"):
+    message = f"`fps` has no effect: vlmdata has no videos in the family {kind.name}; drop it"
+    with pytest.raises(UsageError, match=message):
         config.to_json()
