@@ -238,8 +238,8 @@ class VideoConfig:
             given = [name for name, value in vars(self).items() if value != getattr(VideoConfig(), name)]
             if given:
                 raise UsageError(
-                    f"the option for videos `{given[0]}` has no effect: the family {family.name} reads no videos; "
-                    "drop it"
+                    f"the option for videos `{given[0]}` has no effect: vlmdata has no videos in the family "
+                    f"{family.name}; drop it"
                 )
             return None
         made = dataclasses.asdict(self.settings(family)) | {"pixels": self.codec(images).name}

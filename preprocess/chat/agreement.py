@@ -54,6 +54,17 @@ def template_error(message: str) -> RowRejected:
     return RowRejected(Reason.TEMPLATE_ERROR, f"the chat template {message}")
 
 
+def remedy_for_calls(conversation: Conversation, family: str) -> str:
+    """Says, as the end of a message, why turns are missing in a conversation with calls of tools; "" without calls."""
+    if not any(message.tool_calls for message in conversation.answers):
+        return ""
+    return (
+        f". The conversation calls tools, and templates of the family {family} may write a call, the tool's response "
+        "and the next answer as one turn, in which vlmdata cannot tell what is learned. Drop rows with tool_calls, or "
+        "use a tokenizer whose template ends the turn after each call"
+    )
+
+
 def require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokenizer) -> None:
     """Checks that reserved ids are exactly where their texts were written, despite normalisation.
 

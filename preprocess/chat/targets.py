@@ -112,8 +112,14 @@ def _tokens(pieces: list[tuple[int, Any]]) -> Tokens:
     return Tokens(ids, offsets[:, 0], offsets[:, 1])
 
 
-def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer) -> list[Turn]:
+def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer, remedy: str = "") -> list[Turn]:
     """Finds the assistant turns of a rendered conversation; :func:`tokenize` gave look-alikes in data other ids.
+
+    Args:
+        text: The rendered text.
+        tokens: Its tokens.
+        tokenizer: The tokenizer.
+        remedy: What ends the message if there are no such turns.
 
     Raises:
         RowRejected: TEMPLATE_ERROR if the text is not a sequence of turns of the family.
@@ -130,7 +136,7 @@ def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer) -> list[Turn
         raise RowRejected(
             Reason.TEMPLATE_ERROR,
             f"the chat template wrote {len(starts)} {chat.turn_start} and {len(ends)} {chat.turn_end}; "
-            f"turns must have the form {chat.turn_start}role … {chat.turn_end}",
+            f"turns must have the form {chat.turn_start}role … {chat.turn_end}{remedy}",
         )
     turns, opening = [], chat.turn_start + chat.assistant_header
     for start, end, token in zip(starts, ends, end_tokens.tolist(), strict=True):

@@ -13,6 +13,7 @@ from preprocess.chat.agreement import (
     dropped_reasoning,
     is_unlike_inference,
     kind_of,
+    remedy_for_calls,
     require_conversation,
     require_reserved,
     template_error,
@@ -278,10 +279,12 @@ def encode_turns(
     require_length(tokenizer, rendered.text, renderer.most_tokens)
     tokens = tokenize(tokenizer, rendered)
     require_reserved(rendered, tokens, tokenizer)
-    turns, answers = find_turns(rendered.text, tokens, tokenizer), conversation.answers
+    answers = conversation.answers
+    remedy = remedy_for_calls(conversation, tokenizer.family.name)
+    turns = find_turns(rendered.text, tokens, tokenizer, remedy)
     if len(turns) != len(answers):
         raise template_error(
-            f"wrote {counted(len(turns), 'assistant turn')} for {counted(len(answers), 'assistant message')}"
+            f"wrote {counted(len(turns), 'assistant turn')} for {counted(len(answers), 'assistant message')}{remedy}"
         )
     learned = [(answer, turn) for answer, turn, weight in zip(answers, turns, weights, strict=True) if weight]
     tokens = _cut_before_answers(tokenizer, rendered, tokens, learned, train_think)

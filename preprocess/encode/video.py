@@ -104,7 +104,11 @@ def plan_video(part: VideoPart, config: PreprocessConfig) -> VideoPlan:
     """
     family = config.model_family
     if family.video is None:
-        raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{part.field}: a video, and models of {family.name} read none")
+        raise RowRejected(
+            Reason.UNSUPPORTED_CONTENT,
+            f"{part.field} is a video, and vlmdata has no videos in the family {family.name}. Drop the row, or give "
+            "frames of the video as images",
+        )
     with _rejecting(part):
         if not isinstance(part.data, bytes):
             return _plan_of_frames(part, part.data, config)

@@ -160,7 +160,7 @@ def test_datasets_of_two_layouts_are_not_joined(datasets: dict[str, Path], tmp_p
 def test_options_without_effect_are_refused() -> None:
     for name, video, message in (
         ("qwen2_5_vl", VideoConfig(layout=VideoLayout.VLLM), "--video-layout vllm has no effect: .* tells no times"),
-        ("internvl", VideoConfig(sampler=VideoSampler.QWEN_VL_UTILS), "internvl reads no videos"),
+        ("internvl", VideoConfig(sampler=VideoSampler.QWEN_VL_UTILS), "no videos in the family internvl; drop it"),
         (
             "qwen3_5",
             VideoConfig(sampler=VideoSampler.QWEN_VL_UTILS, cap_pixels_per_frame=True),
