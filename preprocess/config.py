@@ -225,7 +225,13 @@ class PreprocessConfig:
         data_option("Reject rows with keys that the recipe does not know, or with reasoning that the template drops."),
     ] = False
     pad_multiple: Annotated[int, text_option("Pad stored lengths to multiples of this (a loader can re-pad).")] = 16
-    rows_per_shard: Annotated[int, run_option("Source rows per shard.")] = 256
+    #: None goes by the number of rows, so that small sets have shards for all workers.
+    rows_per_shard: Annotated[
+        int | None,
+        run_option(
+            "Source rows per shard.", shown_default="by the number of rows: 256, in sets of less than 16,384 fewer"
+        ),
+    ] = 256
     keep_columns: Annotated[
         tuple[str, ...],
         data_option(
@@ -260,7 +266,7 @@ class PreprocessConfig:
         self._require_variants()
         self._require_overlong()
         for name in ("max_length", "pad_multiple", "rows_per_shard", "variants"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def _require_variants(self) -> None:

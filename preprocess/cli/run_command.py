@@ -36,6 +36,7 @@ from preprocess.recipes.media import require_image_root
 from preprocess.registries import RECIPES
 from preprocess.run.claim import Part
 from preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
+from preprocess.run.directory import rows_per_shard_in
 from preprocess.run.lengths import measure_lengths
 from preprocess.run.limits import parse_limits
 from preprocess.run.trace import trace_row
@@ -120,7 +121,12 @@ def _make(
     if output.name is not None:
         talk.print(f"{output.name}: {output.store}", markup=False, soft_wrap=True)
     made: PartResult | RunResult
-    with ProgressDisplay(talk, command.config, workers, part, as_json=command.as_json) as display:
+    config = command.config
+    if "rows_per_shard" not in command.given:
+        config = dataclasses.replace(
+            config, rows_per_shard=None if command.overwrite else rows_per_shard_in(output.store)
+        )
+    with ProgressDisplay(talk, config, workers, part, as_json=command.as_json) as display:
         options: dict[str, Any] = {
             "workers": workers,
             "hash_source": command.hash_source,
@@ -130,10 +136,10 @@ def _make(
             ),
         }
         if part is not None:
-            made = preprocess_part(part, output.source, output.store, command.config, **options)
+            made = preprocess_part(part, output.source, output.store, config, **options)
         else:
             options["overwrite"] = command.overwrite
-            made = preprocess_dataset(output.source, output.store, command.config, **options)
+            made = preprocess_dataset(output.source, output.store, config, **options)
     seconds = time.monotonic() - begun
     if isinstance(made, PartResult):
         return PartReport(output.store, made, seconds)

@@ -131,7 +131,7 @@ def preprocess_part(
     with resource_errors(store, "the run failed"):
         with part_claim(store, part) as lock:
             if begin(store, run.identity) is None:
-                ShardPlan(source.num_rows, config.rows_per_shard, part.parts).write(store)
+                ShardPlan.of(source.num_rows, config.rows_per_shard, part.parts).write(store)
                 records, made = run.make(jobs, watcher, lock)
                 return PartResult(part, tuple(records), made=made, kept=len(records) - made)
         store.delete_folder(PROGRESS_DIR)  # finished just now, by another command: nothing to do for any part

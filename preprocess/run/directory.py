@@ -95,6 +95,10 @@ def read_manifest(store: Store) -> Manifest | None:
         return None
 
 
+#: Shards that a set has at least, as far as each has the fewest rows; and rows of a shard at most.
+_SHARDS, _FEWEST_ROWS, _MOST_ROWS = 64, 8, 256
+
+
 @dataclass(frozen=True)
 class ShardPlan:
     """The division of a run into shards and parts: 1 if the run is not divided."""
@@ -107,6 +111,12 @@ class ShardPlan:
     def jobs(self) -> list[ShardJob]:
         """All shards."""
         return plan_shards(self.rows, self.rows_per_shard)
+
+    @classmethod
+    def of(cls, rows: int, rows_per_shard: int | None, parts: int = 1) -> ShardPlan:
+        """Plans a number of rows; without rows per shard, these go by that number, and by nothing else."""
+        by_size = min(_MOST_ROWS, max(_FEWEST_ROWS, -(-rows // _SHARDS)))
+        return cls(rows, by_size if rows_per_shard is None else rows_per_shard, parts)
 
     @classmethod
     def read(cls, store: Store) -> ShardPlan | None:
@@ -155,6 +165,15 @@ def begin(
         state = "a finished dataset" if manifest else "an unfinished run"
         raise ConfigMismatchError(refusal(store, state, changed, before, identity))
     return manifest
+
+
+def rows_per_shard_in(store: Store) -> int | None:
+    """Returns what a command without rows per shard uses: as the run or dataset in a store has it, else None."""
+    manifest = read_manifest(store)
+    identity = read_identity(store) if manifest is None else identity_of(manifest)
+    found = {} if identity is None else identity.get("config", {}).get("options", {})
+    number: int | None = found.get("rows_per_shard")
+    return number
 
 
 def read_identity(store: Store) -> dict[str, Any] | None:

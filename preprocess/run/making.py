@@ -105,7 +105,7 @@ class Run:
         require_usable(tokenizer, config)
         require_columns(source, config.keep_columns)
         identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times)
-        plan = ShardPlan(source.num_rows, config.rows_per_shard)
+        plan = ShardPlan.of(source.num_rows, config.rows_per_shard)
         work = ShardWork(source, config, store, tokenizer.info)
         if reuse is not None:
             identity, work = reuse.identity(identity), reuse.work(work)

@@ -122,7 +122,7 @@ def _compared(run: Run, store: Store, newest: Newest, changes: Changes, watcher:
 
 def _run_of_version(run: Run, plan: VersionPlan) -> Run:
     """Returns the run that makes what a version lacks, in the folder of the version."""
-    shards = ShardPlan(plan.source.num_rows, run.work.config.rows_per_shard)
+    shards = ShardPlan.of(plan.source.num_rows, run.work.config.rows_per_shard)
     return replace(
         run,
         work=replace(run.work, source=plan.source, store=plan.store),
