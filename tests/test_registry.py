@@ -22,7 +22,7 @@ from tests.conftest import build_dataset, tree_bytes
 from tests.loader.rows import chat_rows
 from tests.preprocess.extend_pages import write_named_file
 from vlmdata import registry
-from vlmdata.errors import DatasetFormatError, SourceError, UsageError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, SourceError, UsageError
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families import Family
 from vlmdata.format.manifest import Manifest
@@ -114,6 +114,38 @@ class TestACodecFromAFile:
         (begun / "shard-000000.tar").unlink()
         build_dataset(source, begun, pixels=f"{copy}:CODEC", **OPTIONS)
         assert tree_bytes(begun) == tree_bytes(made)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's family as a package is installed: a module, and metadata with its entry point."""
+    folder = tmp_path / "site-packages"
+    (folder / "my_vl-1.0.dist-info").mkdir(parents=True)
+    (folder / "my_vl-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: my-vl\nVersion: 1.0\n")
+    (folder / "my_vl-1.0.dist-info" / "entry_points.txt").write_text("[vlmdata.families]\nmy_vl = my_vl:FAMILY\n")
+    write_named_file("family.md", "vlmdata/families/my_vl.py", folder)
+    monkeypatch.syspath_prepend(folder)
+    registry._installed.cache_clear()
+    yield folder / "my_vl.py"
+    sys.modules.pop("my_vl", None)
+
+
+def test_a_family_of_an_installed_package_works_from_the_row_to_the_batch(
+    package: Path, source: Path, tmp_path: Path
+) -> None:
+    made = build_dataset(source, tmp_path / "out", family="my_vl", **OPTIONS)
+    assert verify_dataset(made, workers=1).faults == []
+    manifest = Manifest.read(made)
+    assert manifest.family == "my_vl"
+    assert str(package.parent) not in (made / "manifest.json").read_text()
+    with vlmdata.StreamingLoader(made, capacity=1024, global_batch=1) as loader:
+        batches = list(loader)
+    assert sum(batch.num_samples for batch in batches) == len(vlmdata.open_dataset(made))
+    assert {batch.family.name for batch in batches} == {"my_vl"}
+    package.write_text(package.read_text() + "# edited\n")
+    sys.modules.pop("my_vl")
+    with pytest.raises(ConfigMismatchError, match="family"):
+        build_dataset(source, made, family="my_vl", **OPTIONS)
 
 
 class TestADatasetsOwnWords:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,15 +27,20 @@ from preprocess.row import Row
 from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
-from tests.families.kinds import KINDS, Kind, conversations, of_the_processor, spoken
+from tests.families.kinds import KINDS, PICTURES, Kind, conversations, of_the_processor, spoken
+from tests.service.servers import assert_equal, serving
+from vlmdata.context_parallel import partition_indices
 from vlmdata.errors import SourceError, UsageError
 from vlmdata.families import family
 from vlmdata.inspect.page.payload import sample_payload
 from vlmdata.inspect.sample import SpanKind, describe_sample, rebuild_image
 from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
+from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.sample import SampleRules, audit_sample
+
+OPTIONS: dict[str, Any] = {"capacity": 4096, "global_batch": 1, "num_workers": 0}
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -57,7 +63,12 @@ def encoder(kind: Kind, folder: str) -> Encoder:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", mixed_rows())
+    """The mixed rows, and one for each picture: of extreme sides, turned by EXIF, with transparency."""
+    uris = ["data:image/png;base64," + base64.b64encode(picture.data).decode() for picture in PICTURES]
+    pictures = [
+        {"messages": [turn("user", {"type": "image", "image": uri}, "?"), turn("assistant", "Noise.")]} for uri in uris
+    ]
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", [*mixed_rows(), *pictures])
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +209,57 @@ class TestDatasets:
                 assert torch.equal(batch.pixel_values(), values)
                 for name, value in rules.image_inputs(values, batch.image_grid_thw).items():
                     assert torch.equal(batch.image_inputs()[name], value)
+
+    def test_slices_have_their_tokens_and_images(self, made: Callable[..., Path]) -> None:
+        options = OPTIONS | {"context_parallel": 2}
+        with vlmdata.StreamingLoader(made(), **options) as loader:
+            whole = list(loader)
+        held: list[list[int]] = [[] for _ in whole]
+        for rank in range(2):
+            with vlmdata.StreamingLoader(made(), context_parallel_rank=rank, **options) as loader:
+                for found, full, images in zip(loader, whole, held, strict=True):
+                    at = partition_indices(full.host.cu_seqlens_padded, full.total_tokens, 2, rank)
+                    for name in ("input_ids", "labels", "loss_mask", "padding_mask"):
+                        assert torch.equal(getattr(found, name), getattr(full, name)[:, at]), name
+                    assert torch.equal(found.position_ids, full.position_ids)
+                    mine = found.image_indices.tolist()
+                    image_of = np.repeat(np.arange(len(full.image_grid_thw)), full.host.image_grid_thw.prod(axis=1))
+                    values = full.pixel_values()[torch.from_numpy(np.isin(image_of, mine))]
+                    assert torch.equal(found.pixel_values(), values)
+                    wanted = full.family.image_inputs(values, full.image_grid_thw[mine])
+                    for name, value in found.image_inputs().items():
+                        assert torch.equal(value, wanted[name])
+                    images += mine
+        assert [sorted(images) for images in held] == [list(range(len(full.image_starts))) for full in whole]
+        assert any(held)
+
+    @pytest.mark.parametrize("options", [{}, {"context_parallel": 2, "context_parallel_rank": 1}])
+    def test_are_served_as_they_are_loaded(self, made: Callable[..., Path], options: dict[str, int]) -> None:
+        options = OPTIONS | options
+        with (
+            serving(made(), "-j", 1, "--memory", "64M") as server,
+            vlmdata.StreamingLoader(made(), **options) as local,
+            vlmdata.StreamingLoader(server.url, **options) as served,
+        ):
+            assert len(local) == len(served) > 0
+            for one, two in zip(local, served, strict=True):
+                assert_equal(one, two)
+                inputs = two.image_inputs()
+                assert all(torch.equal(value, inputs[name]) for name, value in one.image_inputs().items())
+
+    def test_are_joined(self, kind: Kind, folder: str, made: Callable[..., Path], tmp_path: Path) -> None:
+        row = {"messages": [turn("user", image_item(seed=9), "Else?"), turn("assistant", "More noise.")]}
+        other = write_jsonl(tmp_path / "rows.jsonl", [row])
+        options = {"family": kind.name, "tokenizer": folder, "image": kind.image, "pad_multiple": 8}
+        parts = [made(), build_dataset(other, tmp_path / "other", recipe="chat", **options)]
+        join_datasets([open_store(part) for part in parts], open_store(tmp_path / "joined"))
+        assert verify_dataset(tmp_path / "joined").faults == []
+        joined = vlmdata.open_dataset(tmp_path / "joined")
+        assert joined.family is family(kind.name)
+        samples = [sample for part in parts for sample in vlmdata.open_dataset(part)]
+        for found, wanted in zip(joined, samples, strict=True):
+            assert np.array_equal(found.input_ids, wanted.input_ids)
+            assert np.array_equal(found.patches, wanted.patches)
 
     def test_are_shown(self, kind: Kind, made: Callable[..., Path]) -> None:
         dataset, rules = vlmdata.open_dataset(made()), family(kind.name)
