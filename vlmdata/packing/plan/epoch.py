@@ -12,11 +12,12 @@ import numpy.typing as npt
 from vlmdata.errors import UsageError
 from vlmdata.packing.alignment import aligned
 from vlmdata.packing.arrays import IntArray, offsets_of, ranges
-from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
+from vlmdata.packing.bins.two_limits import Limits, Window
 from vlmdata.packing.config import PlanConfig, first_epoch
 from vlmdata.packing.plan.balance import balanced, in_order
 from vlmdata.packing.plan.blend import epoch_passes, usable_samples
 from vlmdata.packing.plan.history import Uses, datasets_of, stage_of, used_before
+from vlmdata.packing.plan.repeats import pack_apart
 from vlmdata.packing.plan.windows import Windows, make_windows
 from vlmdata.packing.seeding import derive_key, permutation
 from vlmdata.packing.table import SampleTable
@@ -349,7 +350,8 @@ def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: W
     for number, (start, stop) in enumerate(bounds):
         uses = windows.samples[start:stop]
         parts.append(Window(tokens[uses], patches[uses], derive_key("window", config.seed, epoch, number)))
-    packed = pack_windows(parts, Limits(units, config.max_patches), derive_key("epoch", config.seed, epoch))
+    uses_of = [windows.samples[start:stop] for start, stop in bounds]
+    packed = pack_apart(parts, uses_of, Limits(units, config.max_patches), derive_key("epoch", config.seed, epoch))
     samples = np.empty(len(windows.samples), np.int32)
     repeats = np.empty(len(windows.samples), np.int32)
     counts = []
