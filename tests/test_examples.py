@@ -49,8 +49,8 @@ def commands_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return start(command, **options)
         assert options == {"check": True}
         commands.append(words[1])
-        # Worker processes would run the script that is this process's main module.
-        words += ["-j", "1"] if words[1] == "preprocess" else []
+        # One shard needs no worker processes, which would run the script that is this process's main module.
+        words += ["--rows-per-shard", "256"] if words[1] == "preprocess" else []
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", words)
             with pytest.raises(SystemExit) as ended:
