@@ -29,6 +29,7 @@ from vlmdata.options import OptionHelp
 
 __all__ = [
     "EMBEDDED",
+    "SHORTENING",
     "DamagedVideos",
     "ImageConfig",
     "MediaConfig",
@@ -79,12 +80,19 @@ class Overlong(StrEnum):
     """Handling of samples longer than ``max_length``.
 
     ``truncate`` cuts the end of the last answer or document. ``split`` splits a document into several samples
-    and rejects a conversation.
+    and rejects a conversation. ``drop-turns`` drops the earliest exchanges of a conversation, ``shrink-images`` lowers
+    the pixel budget of a sample's images (:mod:`preprocess.encode.shorten`).
     """
 
     REJECT = "reject"
     TRUNCATE = "truncate"
     SPLIT = "split"
+    DROP_TURNS = "drop-turns"
+    SHRINK_IMAGES = "shrink-images"
+
+
+#: Those that shorten a sample before it is encoded.
+SHORTENING = frozenset({Overlong.DROP_TURNS, Overlong.SHRINK_IMAGES})
 
 
 class SpecialText(StrEnum):
@@ -184,8 +192,18 @@ class PreprocessConfig:
     max_length: Annotated[int, text_option("Largest number of tokens in a sample.")] = 8192
     overlong: Annotated[
         Overlong,
-        text_option("Longer samples: reject, truncate the last answer or document, or split a document into samples."),
+        text_option(
+            "Longer samples: reject, truncate the last answer or document, split a document into samples, drop the "
+            "earliest exchanges of a conversation, or shrink its images, until they fit."
+        ),
     ] = Overlong.REJECT
+    overlong_min_pixels: Annotated[
+        int | None,
+        text_option(
+            "The smallest pixel budget to which `--overlong shrink-images` lowers that of images.",
+            shown_default="--min-pixels",
+        ),
+    ] = None
     special_text: Annotated[
         SpecialText, text_option("Text of special tokens in data: reject, or encode as plain text.")
     ] = SpecialText.REJECT
@@ -240,6 +258,7 @@ class PreprocessConfig:
         if len(set(self.keep_columns)) < len(self.keep_columns) or not all(self.keep_columns):
             raise ValueError(f"keep_columns is {','.join(self.keep_columns)}; name each column once")
         self._require_variants()
+        self._require_overlong()
         for name in ("max_length", "pad_multiple", "rows_per_shard", "variants"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -261,6 +280,26 @@ class PreprocessConfig:
             raise ValueError(
                 f"variant_kinds is {','.join(kinds)}, and pixels={self.pixels} stores whole files: name only scale, or "
                 "choose other pixels"
+            )
+
+    def _require_overlong(self) -> None:
+        if self.overlong in SHORTENING and self.train_turns is TrainTurns.EACH:
+            raise ValueError(
+                f"overlong is {self.overlong}, and train_turns is each: its samples share the images and the earlier "
+                "turns of a conversation. Choose other turns, or overlong=reject"
+            )
+        if self.overlong_min_pixels is None:
+            return
+        if self.overlong is not Overlong.SHRINK_IMAGES:
+            raise ValueError(
+                f"overlong_min_pixels is {self.overlong_min_pixels}; it has no effect with overlong={self.overlong}. "
+                f"Omit it, or choose overlong={Overlong.SHRINK_IMAGES}"
+            )
+        least, most = self.image.bounds(self.model_family)
+        if not least <= self.overlong_min_pixels <= most:
+            raise ValueError(
+                f"overlong_min_pixels is {self.overlong_min_pixels}; it must be from min_pixels ({least}) to "
+                f"max_pixels ({most})"
             )
 
     @property
@@ -315,6 +354,7 @@ class PreprocessConfig:
 #: Options that earlier versions did not have, with their defaults, which are not recorded.
 _LATER: Mapping[str, Any] = {
     "system_prompt": None,
+    "overlong_min_pixels": None,
     "keep_columns": [],
     "chat_template_kwargs": {},
     "keep_conversations": False,

@@ -237,6 +237,7 @@ class Conversation:
         box_images: Of several images, the one of each box and point that became text: its number among images and
             videos, then the coordinates in the text. The encoder sets it.
         variant: With ``--variants``: the number of the variant, or why there is none. The run sets it.
+        shortened: What ``--overlong drop-turns`` or ``shrink-images`` took from it, by name. The run sets it.
     """
 
     messages: tuple[Message, ...]
@@ -248,6 +249,7 @@ class Conversation:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     box_images: tuple[tuple[int, ...], ...] = ()
     variant: Mapping[str, int | str] = field(default_factory=dict)
+    shortened: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_tuple("Conversation.messages", self.messages, (Message,), "Message")
@@ -284,6 +286,7 @@ class Document:
         unused: See :class:`Conversation`.
         unknown: See :class:`Conversation`.
         columns: See :class:`Conversation`.
+        shortened: See :class:`Conversation`.
     """
 
     parts: tuple[ContentPart, ...]
@@ -291,6 +294,7 @@ class Document:
     unused: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     columns: Columns = field(default_factory=dict)
+    shortened: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_tuple("Document.parts", self.parts, (TextPart, ImagePart), "TextPart and ImagePart")

@@ -51,6 +51,11 @@ def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> 
             f"--overlong split has no effect with --recipe {recipe}: it makes conversations, which are not split. "
             "Omit it to reject long ones, or use --overlong truncate."
         )
+    if config.overlong == Overlong.DROP_TURNS and Conversation not in _makes(recipe):
+        raise SourceError(
+            f"--overlong drop-turns has no effect with --recipe {recipe}: it makes documents, which have no turns. "
+            "Omit it to reject long ones, or use --overlong split."
+        )
 
 
 def obeyed(recipe: str) -> frozenset[str]:

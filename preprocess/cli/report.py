@@ -21,9 +21,12 @@ from vlmdata.cli.console import results
 from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import (
     DROPPED_REASONING,
+    DROPPED_TURNS,
     LAST_TURNS_WITH_DROPPED_REASONING,
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
+    ROWS_WITH_DROPPED_TURNS,
+    ROWS_WITH_SHRUNK_IMAGES,
     Manifest,
     Totals,
     counts_to_json,
@@ -175,7 +178,7 @@ class Report:
         return options
 
     def _turn_lines(self) -> Iterator[str]:
-        """Yields lines about what the chat template did to assistant turns."""
+        """Yields lines about what the chat template and ``--overlong`` did to turns and images."""
         turns = self.manifest.turns
         last = turns.get(LAST_TURNS_WITH_DROPPED_REASONING, 0)
         earlier = turns.get(DROPPED_REASONING, 0) - last
@@ -193,6 +196,11 @@ class Report:
                 "  recommended: --train-turns each, a sample for each turn with its reasoning and the context of "
                 "inference; images are stored once"
             )
+        if dropped := turns.get(DROPPED_TURNS, 0):
+            rows = counted(turns.get(ROWS_WITH_DROPPED_TURNS, 0), "row")
+            yield f"{counted(dropped, 'early turn')} of {rows} dropped to fit --max-length"
+        if shrunk := turns.get(ROWS_WITH_SHRUNK_IMAGES, 0):
+            yield f"images of {counted(shrunk, 'row')} made smaller to fit --max-length"
 
     def _key_lines(self) -> Iterator[str]:
         """Yields lines about unused keys of the rows, the most frequent first."""

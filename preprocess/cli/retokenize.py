@@ -171,6 +171,8 @@ def _with(
         given["tokenizer_revision"] = None
     if "chat_template_kwargs" in given:
         given["chat_template_kwargs"] = parse_arguments(given["chat_template_kwargs"])
+    if given.get("overlong", Overlong.SHRINK_IMAGES) is not Overlong.SHRINK_IMAGES:
+        given["overlong_min_pixels"] = None
     options = {**before.recipe_options, **by_name("--recipe-option", recipe_options)}
     media = before.media if image_root is None else replace(before.media, image_root=image_root)
     return replace(before, **given, recipe_options=options, media=media)

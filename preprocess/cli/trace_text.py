@@ -109,6 +109,8 @@ def _parts(made: Conversation | Document, items: list[SampleItem]) -> Iterator[t
     if isinstance(made, Conversation) and made.variant:
         none = made.variant.get("none")
         yield "variant", "none" if none else f"{made.variant['number']}", f"{none or ''}"
+    if made.shortened:
+        yield "shortened", "", ", ".join(f"{name} {value:,}" for name, value in made.shortened.items())
     if isinstance(made, Document):
         for number, part in enumerate(made.parts):
             yield "" if number else "document", *_part(part, remaining, "")

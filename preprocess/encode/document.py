@@ -11,7 +11,7 @@ from preprocess.chat.agreement import require_reserved
 from preprocess.chat.render import Renderer
 from preprocess.chat.targets import tokenize
 from preprocess.chat.tokenizer import require_length
-from preprocess.config import Overlong, PreprocessConfig
+from preprocess.config import SHORTENING, Overlong, PreprocessConfig
 from preprocess.conversation import Document
 from preprocess.encode.image import encode_images, image_tokens
 from preprocess.encode.sample import EncodedSample, WeightedTokens, document_weight, finish_sample
@@ -47,7 +47,7 @@ def encode_document(
     # Text first: it is cheap, and rejected documents need no image decoding.
     ids, parts = _ids(document, renderer), document.images
     tokens_of_images = image_tokens(parts, config, more_than=config.max_length - len(ids) + len(parts))
-    if tokens_of_images is not None and config.overlong == Overlong.REJECT:
+    if tokens_of_images is not None and config.overlong in {Overlong.REJECT, *SHORTENING}:
         raise _overlong(len(ids) - len(parts) + tokens_of_images, len(parts), config)
     images = encode_images(parts, config)
     learned = ~np.isin(ids, info.items[IMAGE].ids)
@@ -85,7 +85,7 @@ def _bounds(length: int, blocks: list[Block], config: PreprocessConfig) -> list[
     most = config.max_length
     if length <= most:
         return [0, length]
-    if config.overlong == Overlong.REJECT:
+    if config.overlong in {Overlong.REJECT, *SHORTENING}:
         raise _overlong(length, len(blocks), config)
     bounds = cut(length, blocks, most)
     return bounds[:2] if config.overlong == Overlong.TRUNCATE else bounds

@@ -22,7 +22,7 @@ from preprocess.chat.agreement import (
 from preprocess.chat.render import Rendered, Renderer
 from preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
 from preprocess.chat.tokenizer import ChatTokenizer, require_length
-from preprocess.config import Overlong, PreprocessConfig, TrainThink, TrainTurns
+from preprocess.config import SHORTENING, Overlong, PreprocessConfig, TrainThink, TrainTurns
 from preprocess.conversation import Conversation, Document, Message, TextPart
 from preprocess.encode.document import encode_document
 from preprocess.encode.grounding import with_grounding_as_text
@@ -46,7 +46,7 @@ class Encoder:
     def __init__(self, config: PreprocessConfig, tokenizer: ChatTokenizer):
         self.config = config
         self.tokenizer = tokenizer
-        most = config.max_length if config.overlong == Overlong.REJECT else None
+        most = config.max_length if config.overlong in {Overlong.REJECT, *SHORTENING} else None
         self.renderer = Renderer(tokenizer, config.special_text, most, config.video.layout)
 
     def as_text(self, made: Conversation | Document) -> Conversation | Document:
@@ -77,7 +77,12 @@ class Encoder:
             each
             if isinstance(each, RowRejected)
             else dataclasses.replace(
-                each, columns=made.columns, template_arguments=arguments, box_images=boxes, variant=variant
+                each,
+                columns=made.columns,
+                template_arguments=arguments,
+                box_images=boxes,
+                variant=variant,
+                shortened=made.shortened,
             )
             for each in encoded
         ]

@@ -85,6 +85,7 @@ class EncodedSample:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     box_images: tuple[tuple[int, ...], ...] = ()  # see :class:`Conversation`
     variant: Mapping[str, int | str] = field(default_factory=dict)  # see :class:`Conversation`
+    shortened: Mapping[str, int] = field(default_factory=dict)  # see :class:`Conversation`
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:

@@ -26,6 +26,7 @@ from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, attempted
 from preprocess.shards.rows import RowRecord
 from vlmdata.errors import UsageError
 from vlmdata.format.ledger import Rejection
+from vlmdata.format.schema import SHORTENED
 from vlmdata.reasons import Reason
 
 #: Reasons that another tokenizer, template or target rule may change.
@@ -147,6 +148,8 @@ def _known_media(
         if isinstance(made, RowRejected):
             continue
         own = samples if len(candidates) == 1 else [s for s in samples if s.metadata.get("sample") == each.sample]
+        if any(SHORTENED in sample.metadata for sample in own):
+            continue  # they lack images, or have them smaller than the row says
         is_document = isinstance(made, Document)
         views, parts = stored_views(own, is_document), _media(made)
         if len(views) > len(parts) or (is_document and len(views) != len(parts)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from preprocess.chat.tokenizer import told_family
-from preprocess.config import EMBEDDED, PreprocessConfig
+from preprocess.config import EMBEDDED, SHORTENING, PreprocessConfig
 from preprocess.engines.base import ShardWork
 from preprocess.recode.run import OldDataset
 from preprocess.retokenize.context import NEEDS_SOURCE, OF_TEXT, RetokenizeWork
@@ -217,6 +217,9 @@ def _require_conversations(
         )
     if (config.recipe, config.recipe_options) != (before.recipe, before.recipe_options):
         raise UsageError(f"--recipe-option: the recipe reads rows of the source. {NEEDS_SOURCE}.")
+    if SHORTENING & {before.overlong, config.overlong}:
+        which = before.overlong if before.overlong in SHORTENING else config.overlong
+        raise UsageError(f"--overlong {which}: it needs the whole conversations and image files. {NEEDS_SOURCE}.")
     lost = {reason: n for reason, n in old.manifest.rejects.items() if reason in OF_TEXT}
     if lost and not keep_rejected:
         listed = ", ".join(f"{n:,} {reason}" for reason, n in lost.items())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from preprocess.encode import EncodedSample, Encoder
+from preprocess.encode.shorten import encode_shortened
 from preprocess.encode.variants import with_variants
 from preprocess.recipes.base import Candidate, Recipe, candidates_of
 from preprocess.reject import RowRejected
@@ -67,6 +68,7 @@ def _traced(candidate: Candidate, encoder: Encoder) -> TracedCandidate:
     if isinstance(candidate.made, RowRejected):
         return TracedCandidate(candidate, candidate.made)
     try:
-        return TracedCandidate(candidate, encoder.encode_all(candidate.made))
+        made, outcomes = encode_shortened(candidate.made, encoder)
+        return TracedCandidate(replace(candidate, made=made) if made.shortened else candidate, list(outcomes))
     except Exception as error:
         return TracedCandidate(candidate, error)

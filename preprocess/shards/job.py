@@ -23,6 +23,7 @@ from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.encode.kept import kept_text
+from preprocess.encode.shorten import encode_shortened
 from preprocess.encode.variants import with_variants
 from preprocess.recipes.base import Candidate, Recipe, candidates_of, unexpected
 from preprocess.recipes.choice import media_for, other_form, recipe_for
@@ -360,11 +361,8 @@ def attempted[T](make: Callable[[], T], recipe: Recipe) -> T | RowRejected:
 def _encode(candidate: Candidate, recipe: Recipe, encoder: Encoder) -> _Encoded:
     if isinstance(candidate.made, RowRejected):
         return None, [candidate.made]
-    made = attempted(partial(encoder.as_text, candidate.made), recipe)  # what --keep-conversations stores
-    if isinstance(made, RowRejected):
-        return None, [made]
-    outcomes = attempted(partial(encoder.encode_all, made), recipe)
-    return (None, [outcomes]) if isinstance(outcomes, RowRejected) else (made, outcomes)
+    encoded = attempted(partial(encode_shortened, candidate.made, encoder), recipe)
+    return (None, [encoded]) if isinstance(encoded, RowRejected) else encoded
 
 
 def _turns(candidate: Candidate) -> int:

@@ -11,16 +11,20 @@ import xxhash
 
 from preprocess.config import PreprocessConfig, TrainTurns
 from preprocess.encode import EncodedSample, SampleItem
+from preprocess.encode.shorten import MAX_PIXELS, TURNS
 from preprocess.reject import RowRejected
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import (
     DROPPED_REASONING,
+    DROPPED_TURNS,
     LAST_TURNS_WITH_DROPPED_REASONING,
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
+    ROWS_WITH_DROPPED_TURNS,
+    ROWS_WITH_SHRUNK_IMAGES,
 )
-from vlmdata.format.schema import BOX_IMAGES, KEPT, VARIANT, sample_key
+from vlmdata.format.schema import BOX_IMAGES, KEPT, SHORTENED, VARIANT, sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
@@ -87,6 +91,8 @@ def write_sample(
         metadata[BOX_IMAGES] = boxes
     if encoded.variant:
         metadata[VARIANT] = dict(encoded.variant)
+    if encoded.shortened:
+        metadata[SHORTENED] = dict(encoded.shortened)
     if kept is not None:
         metadata[KEPT] = kept
     if source:
@@ -111,7 +117,7 @@ def write_sample(
 
 
 def count_turns(row: Counter[str], encoded: EncodedSample) -> None:
-    """Adds a sample to the counts of its row: what the template did to assistant turns."""
+    """Adds a sample to the counts of its row: what the template and ``--overlong`` did to its turns and images."""
     if encoded.dropped_reasoning:
         row[DROPPED_REASONING] += encoded.dropped_reasoning
         row[ROWS_WITH_DROPPED_REASONING] = 1
@@ -119,6 +125,11 @@ def count_turns(row: Counter[str], encoded: EncodedSample) -> None:
         row[LAST_TURNS_WITH_DROPPED_REASONING] += 1
     if encoded.unlike_inference:
         row[ROWS_UNLIKE_INFERENCE] = 1
+    if dropped := encoded.shortened.get(TURNS, 0):
+        row[DROPPED_TURNS] += dropped
+        row[ROWS_WITH_DROPPED_TURNS] = 1
+    if encoded.shortened.get(MAX_PIXELS):
+        row[ROWS_WITH_SHRUNK_IMAGES] = 1
 
 
 def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:

@@ -99,7 +99,7 @@ PICTURE, OTHER = Reason.UNSUPPORTED_IMAGE, Reason.NOT_AN_IMAGE
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", OTHER, "a Git LFS pointer"),
         (gzip.compress(encoded_image()), OTHER, "a compressed file or archive"),
         (zipped(), OTHER, "a compressed file or archive"),
-        (b"images/7.png", OTHER, "text: 'images/7.png' (12 bytes), not an image. Store the image itself"),
+        (b"images/7.png", OTHER, "text: 'images/7.png' (12 bytes), not an image. Store the file itself"),
         (b"\x89PNG\r\n\x1a\n", OTHER, "8 bytes, not an image that can be opened; they begin with 89 50 4e 47"),
         (b"\xfe", OTHER, "1 byte, not an image that can be opened; they begin with fe"),
     ],

@@ -18,6 +18,7 @@ from tests.media.video.clips import clip
 from vlmdata import open_dataset
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
+from vlmdata.inspect.sample import describe_sample
 from vlmdata.verify.sample import SampleRules, audit_sample
 from vlmdata.verify.video import steps_of
 
@@ -57,6 +58,20 @@ def with_ids(sample: Sample, change: Callable[[np.ndarray], None]) -> Sample:
 
 def test_a_sound_sample(dataset: VlmDataset) -> None:
     assert findings(dataset, dataset[0]) == []
+
+
+def test_inspect_finds_what_the_audit_finds(dataset: VlmDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faults() -> list[tuple[str, str]]:
+        return [(each.kind, each.message) for each in describe_sample(dataset, 0).findings if each.severity == "fault"]
+
+    assert faults() == []
+    metadata = dataset.metadata(0)
+    images = [{**each, "seconds_per_patch": 5.0} for each in metadata["images"]]
+    monkeypatch.setattr(type(dataset), "metadata", lambda *_: {**metadata, "images": images})
+    # Only in qwen2_5_vl do positions follow from the seconds.
+    assert [kind for kind, _ in faults()] == ["positions"] * (dataset.family.name == "qwen2_5_vl")
+    images[1]["seconds_per_patch"] = 0
+    assert faults()[0] == ("metadata", "video 1 has the seconds_per_patch 0; it must be a positive number")
 
 
 def test_a_lost_placeholder(dataset: VlmDataset) -> None:

@@ -46,6 +46,13 @@ LAST_TURNS_WITH_DROPPED_REASONING = "last_turns_with_dropped_reasoning"
 ROWS_WITH_DROPPED_REASONING = "rows_with_dropped_reasoning"
 #: Rows with a learned turn that follows another text than at inference, where it would be the last turn.
 ROWS_UNLIKE_INFERENCE = "rows_unlike_inference"
+# Names of what ``--overlong`` took from samples, in ``Manifest.turns``.
+#: Turns that ``--overlong drop-turns`` dropped.
+DROPPED_TURNS = "dropped_turns"
+#: Rows with such turns.
+ROWS_WITH_DROPPED_TURNS = "rows_with_dropped_turns"
+#: Rows with images that ``--overlong shrink-images`` made smaller.
+ROWS_WITH_SHRUNK_IMAGES = "rows_with_shrunk_images"
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Manifest:
         features: Features that a reader must support; see :func:`vlmdata.format.schema.supported_features`.
         unused_keys: Number of samples by row key, for keys that the recipe ignores as harmless.
         unknown_keys: Number of samples by row key, for keys that the recipe does not know.
-        turns: What the chat template did to assistant turns, as counts: see the constants above.
+        turns: What the chat template and ``--overlong`` did to turns and images, as counts: see the constants above.
         family: Name of the family of the samples; empty in format 1.0, which had only one.
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.

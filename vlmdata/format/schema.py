@@ -48,6 +48,8 @@ SELECTED = "selected"
 BOX_IMAGES = "box_images"
 #: In the metadata of a sample, with ``--variants``: ``number`` of the variant, from 0, or why there is ``none``.
 VARIANT = "variant"
+#: In the metadata of a sample that ``--overlong`` shortened before it was encoded: what it took, by name.
+SHORTENED = "shortened"
 #: Field of the manifest's ``source`` with the number of these files and the hash of their list.
 IMAGE_FILES = "image_files"
 

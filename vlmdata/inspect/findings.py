@@ -26,6 +26,7 @@ from vlmdata.inspect.boxes import boxes_of, pictures_of
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, TurnSpan, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
+from vlmdata.verify.video import steps_of
 from vlmdata.wording import counted
 
 #: Below this share of targets, a sample computes more than 100 tokens for each learned one.
@@ -165,7 +166,7 @@ class ContentCheck:
             return [finding("no_turn", f"none of {counted(sample.length, 'token')} is {name}, so there is no turn")]
         audited, metadata = [], self._metadata(i)
         if self._rules is not None:
-            audited = audit_sample(sample, self.dataset.index.row(i), self._rules, _turn_weights(metadata))
+            audited = self._audited(i, sample, metadata, self._rules)
         # The index reports "no_target" for every sample.
         found = [finding(check, message) for check, message in audited if check != "no_target"]
         if 0 < sample.length <= len(sample.input_ids) and not document:
@@ -174,6 +175,17 @@ class ContentCheck:
             message = f"the chat template dropped the reasoning of {dropped} of the assistant's turns"
             found.append(finding("dropped_reasoning", message))
         return found + list(self._boxes(i, sample, metadata))
+
+    def _audited(
+        self, i: int, sample: Sample, metadata: Mapping[str, Any], rules: SampleRules
+    ) -> list[tuple[str, str]]:
+        """Returns the findings of ``vlmdata verify``, as (check, message)."""
+        row, steps, found = self.dataset.index.row(i), None, list[tuple[str, str]]()
+        try:
+            steps = steps_of(metadata, row, rules.family)
+        except ValueError as error:
+            found.append(("metadata", str(error)))
+        return [*found, *audit_sample(sample, row, rules, _turn_weights(metadata), steps)]
 
     def _boxes(self, i: int, sample: Sample, metadata: Mapping[str, Any]) -> Iterator[Finding]:
         """Finds boxes and points that cannot be right, of which there is one finding for the sample."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.schema import IGNORE_INDEX, VARIANT, Sample
+from vlmdata.format.schema import IGNORE_INDEX, SHORTENED, VARIANT, Sample
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.inspect.boxes import BoxDescription, boxes_of, pictures_of, recorded_source, sides_in, tile_of
 from vlmdata.inspect.dataset import source_of_row
@@ -298,7 +298,7 @@ def _columns(metadata: Mapping[str, Any]) -> dict[str, Any]:
     found = (metadata.get(name) for name in ("columns", SOURCE))
     columns = {name: value for each in found if isinstance(each, dict) for name, value in each.items()}
     arguments = metadata.get(TEMPLATE_ARGUMENTS)
-    columns |= {VARIANT: metadata[VARIANT]} if isinstance(metadata.get(VARIANT), dict) else {}
+    columns |= {name: metadata[name] for name in (VARIANT, SHORTENED) if isinstance(metadata.get(name), dict)}
     return columns | ({TEMPLATE_ARGUMENTS: arguments} if isinstance(arguments, dict) else {})
 
 

@@ -50,7 +50,7 @@ POSTSCRIPT = _picture("a PostScript (EPS) drawing", "Render it to PNG: gs -o a.p
 METAFILE = _picture("a Windows metafile (WMF or EMF)", "Render it to PNG")
 VIDEO = _other("a video", "Extract its frames: ffmpeg -i a.mp4 a-%04d.png")
 AUDIO = _other("a sound file", "Remove it from the data")
-HTML = _other("a web page (HTML)", "It is probably an error page saved in place of the image; download the image again")
+HTML = _other("a web page (HTML)", "It is probably an error page saved in place of the file; download the file again")
 GIT_LFS = _other("a Git LFS pointer", "Get the file itself: git lfs pull")
 ARCHIVE = _other("a compressed file or archive", "Unpack it first")
 DATA = _other("a file of scientific data", "Convert what it shows to PNG")
@@ -135,4 +135,4 @@ def _text(data: bytes) -> Found | None:
         return None
     if not text.replace("\n", "").replace("\r", "").replace("\t", "").isprintable():
         return None
-    return _other(f"text: {excerpt(text)!r}", "Store the image itself, or its path as text instead of bytes")
+    return _other(f"text: {excerpt(text)!r}", "Store the file itself, or its path as text instead of bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from io import BytesIO
 from pathlib import Path
@@ -150,7 +151,11 @@ def sound_file() -> bytes:
         (b"<html><body>404</body></html>", Reason.NOT_A_VIDEO, "a web page (HTML)"),
         (b"version https://git-lfs.github.com/spec/v1\n", Reason.NOT_A_VIDEO, "a Git LFS pointer"),
         (b"a/b/c.mp4", Reason.NOT_A_VIDEO, "text: 'a/b/c.mp4'"),
-        (image_file(), Reason.NOT_A_VIDEO, "not a video"),
+        (
+            image_file(),
+            Reason.NOT_A_VIDEO,
+            "bytes), not a video. Name it as an image, or as frames of a video in a list with fps.",
+        ),
         (sound_file(), Reason.NOT_A_VIDEO, "matroska,webm with audio only, no video"),
     ],
 )
@@ -201,3 +206,22 @@ def test_a_second_file_after_the_first_is_not_passed_over(codec: str) -> None:
     with pytest.raises(MediaError, match=r"another MP4 file follows with its header at byte [\d,]+, and is not read"):
         read_contents(first + second)
     assert read_contents(first + second, VideoLimits(keep_damaged=True)).damage
+
+
+@pytest.mark.parametrize("damage", [bytes(40), b"\xa5" * 40, b"\0\0\0\x64\0\0\0\0"], ids=["zeros", "noise", "no type"])
+def test_a_fragment_with_a_damaged_header_is_not_passed_over(damage: bytes) -> None:
+    """FFmpeg leaves the fragment out, or reads up to it, and says nothing."""
+    data = bytearray(clip("libx264", 60, 10, options={"g": "10"}, muxer={"movflags": "frag_keyframe+empty_moov"}))
+    at = [found.start() - 4 for found in re.finditer(b"moof", data)][3]
+    data[at : at + len(damage)] = damage
+    with pytest.raises(MediaError, match=f"byte {at:,} should begin a fragment or another box, and does not"):
+        read_contents(bytes(data))
+    before = read_contents(bytes(data[:at]))
+    kept = read_contents(bytes(data), KEEP)
+    assert len(before) - 3 <= len(kept) <= len(before)  # what is shown after a missing packet is not certain
+    assert kept.times.tolist() == before.times[: len(kept)].tolist()
+
+
+@pytest.mark.parametrize("tail", [bytes(1000), b"\xa5" * 1000])
+def test_what_follows_all_boxes_of_a_file_with_an_index_is_no_damage(tail: bytes) -> None:
+    assert len(read_contents(clip("libx264", 8) + tail)) == 8

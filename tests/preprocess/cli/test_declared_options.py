@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from preprocess.cli import run_command
 from preprocess.cli.command import PreprocessCommand
 from preprocess.cli.preprocess import preprocess
-from preprocess.config import PreprocessConfig, VariantKind
+from preprocess.config import SHORTENING, Overlong, PreprocessConfig, VariantKind
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.media.codecs import RAW
 from vlmdata.options import declared_fields, filled, option_table
@@ -38,6 +38,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "variants": st.just(1),  # more exclude some pixels, and kinds need more
     "variant_kinds": st.permutations([VariantKind.SCALE, VariantKind.CROP]).map(tuple),
     "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "x"]), st.booleans()),
+    "overlong": st.sampled_from([each for each in Overlong if each not in SHORTENING]),  # they refuse other turns
     "holdout": st.floats(0.01, 0.99),
     "max_reject_rate": st.floats(0, 1),
 }
@@ -50,7 +51,7 @@ BY_TYPE = {
     float | None: st.floats(0.01, 1e6),
 }
 #: Options that refuse some others.
-ALONE = ("part", "trace", "lengths", "as_json", "overwrite")
+ALONE = ("part", "trace", "lengths", "as_json", "overwrite", "overlong_min_pixels")
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
@@ -103,4 +104,4 @@ def test_without_options_the_configuration_is_the_default() -> None:
 def test_the_table_of_the_docs_has_every_option_of_the_configuration() -> None:
     flags = [each.flags[0] for each in declared_fields(PreprocessConfig)]
     assert [line.split("`")[1] for line in option_table(PreprocessConfig).splitlines()[2:]] == flags
-    assert len(flags) == 36
+    assert len(flags) == 37

@@ -301,3 +301,28 @@ def test_a_version_keeps_its_rows(tmp_path: Path) -> None:
         assert (old.length, old.patches.tobytes()) == (new.length, new.patches.tobytes())
         assert len(new.input_ids) % 64 == 0
     assert verify_dataset(out).faults == []
+
+
+@pytest.mark.parametrize("overlong", [Overlong.DROP_TURNS, Overlong.SHRINK_IMAGES])
+def test_what_was_shortened_is_read_again(tmp_path: Path, overlong: Overlong) -> None:
+    """The shards have other images than the row, so a larger limit takes its pixels from the source."""
+    picture = [{"type": "image", "image": tmp_path.joinpath(f"{n}.png").as_posix()} for n in range(2)]
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(encoded_image(seed=number, width=200, height=200))
+    talk = [
+        turn("user", picture[0], "?"),
+        turn("assistant", "A."),
+        turn("user", picture[1], "?"),
+        turn("assistant", "B."),
+    ]
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"messages": talk}])
+    media = {"recipe": "chat", "image": SMALL, "keep_conversations": True}
+    old = build_dataset(source, tmp_path / "old", max_length=70, overlong=overlong, **media)
+    assert open_dataset(old).metadata(0)["shortened"]
+    fresh = build_dataset(source, tmp_path / "fresh", max_length=200, overlong=overlong, **media)
+    assert "shortened" not in open_dataset(fresh).metadata(0)
+    assert tree_bytes(again(old, tmp_path / "out", source, max_length=200)) == tree_bytes(fresh)
+    short = again(fresh, tmp_path / "short", source, max_length=70)
+    assert tree_bytes(short) == tree_bytes(old)
+    with pytest.raises(UsageError, match=f"--overlong {overlong}: it needs the whole conversations"):
+        again(old, tmp_path / "none", max_length=200)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import IO
 
 #: First bytes of a Matroska file, and the id of the element that holds all of it.
@@ -24,8 +25,21 @@ def incomplete(file: IO[bytes], container: str) -> str:
     return f"{end - size:,} of its {end:,} bytes are missing" if end > size else ""
 
 
-def appended(file: IO[bytes], container: str) -> str:
-    """Describes an MP4 file that follows another one in the same file, of which FFmpeg reads nothing; "" if none does.
+@dataclass(frozen=True)
+class Unread:
+    """What FFmpeg passes over in an MP4 file, without an error.
+
+    Attributes:
+        at: The byte where it begins.
+        damage: What is wrong there.
+    """
+
+    at: int
+    damage: str
+
+
+def unread(file: IO[bytes], container: str) -> Unread | None:
+    """Finds the first part of an MP4 file that FFmpeg passes over: another file, or a fragment with a damaged header.
 
     FFmpeg reads what follows files of other containers.
 
@@ -33,33 +47,52 @@ def appended(file: IO[bytes], container: str) -> str:
         file: The file, seekable; its position changes.
         container: FFmpeg's name of the container.
     """
-    size, at, headers = file.seek(0, io.SEEK_END), 0, 0
-    while container.startswith("mov") and at + 8 <= size:
-        file.seek(at)
-        head = file.read(16)
-        headers += head[4:8] == b"moov"  # fragments have headers of another kind
+    if not container.startswith("mov"):
+        return None
+    headers, fragmented = 0, False
+    for at, kind, length in _boxes(file):
+        headers += kind == b"moov"  # fragments have headers of another kind
+        fragmented |= kind == b"moof"
         if headers > 1:
-            return f"another MP4 file follows with its header at byte {at:,}, and is not read"
-        length = int.from_bytes(head[8:16] if head[:4] == b"\0\0\0\1" else head[:4])
-        if length < 8:
-            break
-        at += length
-    return ""
+            return Unread(
+                at,
+                f"another MP4 file follows with its header at byte {at:,}, and is not read. Parts of one video are "
+                "joined by ffmpeg -f concat",
+            )
+        if fragmented and length is None:
+            return Unread(at, f"byte {at:,} should begin a fragment or another box, and does not")
+    return None
 
 
 def _iso(file: IO[bytes], size: int) -> int:
-    """Returns the end of the last box of an MP4 file."""
-    at = 0
+    """Returns the end of the last box of an MP4 file; its size if something else follows the boxes."""
+    end = 0
+    for at, _, length in _boxes(file):
+        if length is None:
+            return size
+        end = at + length
+    return end if end >= size else size + 8 - (size - end)
+
+
+def _boxes(file: IO[bytes]) -> Iterator[tuple[int, bytes, int | None]]:
+    """Yields where each outer box of an MP4 file begins, its type and its length.
+
+    The length is None for bytes that begin no box, which are the last that are yielded.
+    """
+    size, at = file.seek(0, io.SEEK_END), 0
     while at + 8 <= size:
         file.seek(at)
         head = file.read(16)
-        length = int.from_bytes(head[:4])
+        kind, length = head[4:8], int.from_bytes(head[:4])
         if length == 1:
             length = int.from_bytes(head[8:16])
-        if length < 8:
-            return size  # 0 reaches to the end of the file, others are no boxes
+        elif length == 0:  # to the end of the file
+            length = size - at
+        if length < 8 or not (kind.isascii() and kind.decode("ascii").isprintable()):
+            yield at, kind, None
+            return
+        yield at, kind, length
         at += length
-    return at if at > size else size + (8 - (size - at)) * (size > at)
 
 
 def _riff(file: IO[bytes], size: int) -> int:

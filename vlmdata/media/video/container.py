@@ -28,6 +28,8 @@ _FORMATS = (
     "m4v,mjpeg,dv,rm,apng,webp_anim"
 )
 _HEAD_BYTES = 1024
+#: First bytes of images. Pillow opens them, so :func:`~vlmdata.media.signatures.recognise` does not know them.
+_IMAGES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n": "PNG", b"BM": "BMP"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _video_stream(container: InputContainer, limits: VideoLimits, what: str) -> 
     if not streams:
         others = ", ".join(sorted({each.type for each in container.streams if each.type != "video"}))
         found = f"{container.format.name} with {others} only" if others else f"{container.format.name} without streams"
-        raise MediaError(Reason.NOT_A_VIDEO, f"{what}: {found}, no video")
+        raise MediaError(Reason.NOT_A_VIDEO, f"{what}: {found}, no video. Remove it from the data, or name its video")
     best = container.streams.best("video")
     stream = best if isinstance(best, av.VideoStream) and best in streams else streams[0]
     codec = stream.codec_context
@@ -135,9 +137,14 @@ def _not_opened(head: bytes, size: int, error: Exception, what: str) -> MediaErr
             "file again.",
         )
     if found is None:
-        return MediaError(
-            Reason.NOT_A_VIDEO, f"{what}: {bytes_}, not a video that can be opened; they begin with {head[:8].hex(' ')}"
+        image = next((name for start, name in _IMAGES.items() if head.startswith(start)), "")
+        message = (
+            f"a {image} image ({bytes_}), not a video. Name it as an image, or as frames of a video in a list with fps."
+            if image
+            else f"{bytes_}, not a video that can be opened; they begin with {head[:8].hex(' ')}. If another program "
+            "plays it, convert it: ffmpeg -i a.xyz a.mp4. Else get the file again."
         )
+        return MediaError(Reason.NOT_A_VIDEO, f"{what}: {message}")
     return MediaError(Reason.NOT_A_VIDEO, f"{what}: {found.name} ({bytes_}), not a video. {found.remedy}.")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from vlmdata.media.video.complete import appended, incomplete
+from vlmdata.media.video.complete import incomplete, unread
 from vlmdata.media.video.container import VideoLimits, VideoSource, file_of, opened, reason_of
 
 if TYPE_CHECKING:
@@ -140,25 +140,28 @@ def read_packets(source: VideoSource, limits: VideoLimits, what: str) -> Packets
             declared_rates=tuple(_fraction(rate) for rate in (stream.base_rate, stream.average_rate) if rate),
             reorders=stream.codec_context.has_b_frames,
         )
+        with file_of(source) as file:
+            passed_over = unread(file, found.container)
         try:
             for packet in container.demux():
                 if (at := packet.dts if packet.pts is None else packet.pts) is not None:
                     found.ends = max(found.ends, float((at + (packet.duration or 0)) * packet.time_base))
                 if packet.stream is not stream or not packet.size:
                     continue
+                if passed_over and (packet.pos or 0) >= passed_over.at:
+                    break
                 if packet.is_corrupt:
                     found.damage = f"its packet {len(found.times)} is cut off or damaged"
                     break
                 found.add(packet)
         except (av.FFmpegError, UnicodeDecodeError) as error:
             found.damage = f"its packet {len(found.times)} cannot be read: {reason_of(error)}"
-        if not found.damage:
+        if passed_over:
+            found.damage = found.damage or passed_over.damage
+        elif not found.damage:
             found.damage = _cut_off(source, container, found.ends)
             if found.damage:  # the last packet may be a part of one
                 found.drop_last()
-        if not found.damage:
-            with file_of(source) as file:
-                found.damage = appended(file, found.container)
         return found
 
 
