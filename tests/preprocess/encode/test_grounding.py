@@ -193,6 +193,13 @@ def test_the_text_of_internvl() -> None:
         written(PointPart((64, 48), form=Form.TOKENS), image, config)
 
 
+@pytest.mark.parametrize("form", list(Form))
+def test_families_without_a_convention_refuse_boxes(form: Form) -> None:
+    box, config = BoxPart((64, 48, 320, 240), form=form, field="objects.bbox[0]"), PreprocessConfig(family="gemma4")
+    with pytest.raises(RowRejected, match=r"objects\.bbox\[0\]: the family gemma4 has no convention .*; write them as"):
+        written(box, picture(480, 640), config)
+
+
 def test_each_part_is_of_its_image_and_joins_the_text_around_it() -> None:
     images = picture(100, 100), picture(200, 400)
     list_of = [BoxPart((50, 50, 100, 100), image=number, form=Form.LIST) for number in (0, 1)]
