@@ -22,7 +22,7 @@ from vlmdata.media.codecs.base import ItemShape
 
 
 @dataclass(frozen=True)
-class View:
+class PictureView:
     """An item that shows a picture, or a rectangle of it."""
 
     item: int  # number among the items of the sample
@@ -49,16 +49,16 @@ class Picture:
     height: int  # in pixels, after resizing
     width: int  # in pixels, after resizing
     medium: int  # number among the images and videos of the conversation
-    views: tuple[View, ...]
+    views: tuple[PictureView, ...]
 
     @classmethod
     def whole(cls, number: int, start: int, height: int, width: int, medium: int) -> Picture:
         """Makes the picture of an image that is one item."""
-        return cls(number, start, height, width, medium, (View(number, (0, 0), (width, height), (1.0, 1.0)),))
+        return cls(number, start, height, width, medium, (PictureView(number, (0, 0), (width, height), (1.0, 1.0)),))
 
 
 @dataclass(frozen=True)
-class Place:
+class BoxPlace:
     """Where an item shows a box or a point."""
 
     item: int  # number among the items of the sample
@@ -74,7 +74,7 @@ class BoxDescription:
     image: int | None
     written: tuple[float, ...]  # x1, y1, x2, y2 or x, y as in the text
     pixels: tuple[float, ...] | None  # the same in pixels of the resized image, all tiles together; None without one
-    places: tuple[Place, ...]  # in the items that show it
+    places: tuple[BoxPlace, ...]  # in the items that show it
     label: str | None
     start: int  # its tokens [start, stop), with its label
     stop: int
@@ -118,12 +118,12 @@ def boxes_of(
     return tuple(made)
 
 
-def _places(picture: Picture | None, pixels: Sequence[float] | None) -> tuple[Place, ...]:
+def _places(picture: Picture | None, pixels: Sequence[float] | None) -> tuple[BoxPlace, ...]:
     """Returns where the items of a picture show these pixels of it."""
     if picture is None or pixels is None:
         return ()
     found = ((view.item, view.pixels(pixels)) for view in picture.views)
-    return tuple(Place(item, shown) for item, shown in found if shown is not None)
+    return tuple(BoxPlace(item, shown) for item, shown in found if shown is not None)
 
 
 def pictures_of(
@@ -161,9 +161,9 @@ def _with_view(picture: Picture, item: int, size: tuple[int, int], corner: Seque
     height, width = size
     if corner is None:
         scale = width / picture.width, height / picture.height
-        view = View(item, (0, 0), (picture.width, picture.height), scale)
+        view = PictureView(item, (0, 0), (picture.width, picture.height), scale)
     else:
-        view = View(item, (corner[1], corner[0]), (width, height), (1.0, 1.0))
+        view = PictureView(item, (corner[1], corner[0]), (width, height), (1.0, 1.0))
     return replace(picture, views=(*picture.views, view))
 
 
