@@ -269,7 +269,13 @@ def _plan(
     family, rules, count = config.model_family, _rules(config), len(indices)
     temporal = family.temporal_patch_size
     bounded = rules.bounded(settings, count, temporal, part.min_pixels, part.max_pixels, part.total_pixels)
-    size = rules.size(count, *file_size, bounded, family)
+    try:
+        size = rules.size(count, *file_size, bounded, family)
+    except AspectRatioError as error:
+        stored = f"{file_size[1]}x{file_size[0]} pixels"
+        if str(error).startswith(stored):
+            raise
+        raise AspectRatioError(f"frames of {stored}, enlarged to {error}") from error
     seconds = seconds_per_patch(count, total, rate, temporal)
     told = {"patch_seconds": list(patch_times), "seconds_per_patch": seconds}
     origin |= {"frames": numbers, "seconds": list(times), **told}

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from preprocess.recipes.file_kinds import IMAGES, VIDEOS, FileKind
 from preprocess.recipes.image_files import RecordedFile, recorded_file, recorded_path
-from preprocess.recipes.remote_root import FetchProblem, RemoteRoot, require_remote_root
+from preprocess.recipes.remote_root import IF_MISSING, FetchProblem, RemoteRoot, require_remote_root
 from preprocess.reject import RowRejected, excerpt
 from preprocess.sources.kinds import is_image, is_video
 from vlmdata.errors import SourceError
@@ -160,14 +160,14 @@ class MediaLoader:
         except (OSError, ValueError, RuntimeError) as error:
             self._note(recorded_path(self._root, path, None), None, None)
             raise RowRejected(
-                kind.missing, f"{field}: no file {shown} in the image root: {type(error).__name__}"
+                kind.missing, f"{field}: no file {shown} in the image root: {type(error).__name__}. {IF_MISSING}"
             ) from error
         if not full.is_relative_to(self._root):
             raise RowRejected(kind.path, f"{field}: {shown} is outside the image root")
         size, data = None, None
         try:
             if not full.is_file():
-                raise RowRejected(kind.missing, f"{field}: {shown} is not a regular file")
+                raise RowRejected(kind.missing, f"{field}: {shown} is not a regular file. {IF_MISSING}")
             if (size := os.path.getsize(full)) > kind.most_bytes:
                 raise RowRejected(
                     kind.too_large, f"{field}: {shown} has {size} bytes, over {kind.most_bytes}; {kind.smaller}"

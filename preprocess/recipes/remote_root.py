@@ -20,6 +20,8 @@ from vlmdata.reasons import Reason
 _TIMES = ("LastModified", "last_modified", "mtime", "updated")
 #: A path that is still encoded after so many decodings is refused.
 _DECODINGS = 4
+#: What the user can do about a missing file.
+IF_MISSING = "Correct the path, or name the folder that it begins in with --image-root"
 
 
 class FetchProblem(Exception):
@@ -73,7 +75,9 @@ class RemoteRoot:
         try:
             data = attempts(lambda: _read(url, kind.most_bytes))
         except (FileNotFoundError, IsADirectoryError) as error:
-            raise FetchProblem(kind.missing, f"no file {shown} in the image root: FileNotFoundError") from error
+            raise FetchProblem(
+                kind.missing, f"no file {shown} in the image root: FileNotFoundError. {IF_MISSING}"
+            ) from error
         except FAILED as error:
             said = error if isinstance(error, AttemptsFailed) else f"{type(error).__name__}: {error}"
             raise FetchProblem(kind.fetch, f"{excerpt(url)}: {said}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from preprocess.config import PreprocessConfig, VideoConfig, VideoLayout, VideoS
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
+from tests.loader.test_config import run as run  # the fixture
 from tests.media.video.clips import clip
 from vlmdata import open_dataset
 from vlmdata.families.chat import VIDEO
@@ -111,3 +113,17 @@ def test_a_manifest_that_was_read_is_compared(manifest: Manifest) -> None:
     read = Manifest.from_json(manifest.to_json(), "manifest.json")
     assert json.loads(manifest.to_json())["config"]["options"]["video"]["cap_pixels_per_frame"] is False
     assert len(processor_notes("data", read, processor(fps=1))) == 1
+
+
+def test_plan_names_datasets_of_two_servers(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    (tmp_path / "a.mp4").write_bytes(clip("libx264", 5, 2))
+    turns = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "It."}]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns, "videos": ["a.mp4"]}])
+    for name in ("off", "on"):
+        config = PreprocessConfig(recipe="chat", video=VideoConfig(max_pixels=8192, cap_pixels_per_frame=name == "on"))
+        preprocess_dataset(open_source(str(rows)), tmp_path / name, config)
+    off, on, capacity = str(tmp_path / "off"), str(tmp_path / "on"), ("--capacity", "1024")
+    (note,) = json.loads(run("plan", off, on, *capacity, "--json")[1])["notes"]
+    assert note.startswith(f"videos: {off} has cap_pixels_per_frame off, and {on} has cap_pixels_per_frame on;")
+    assert "one of them. Preprocess both alike" in " ".join(run("plan", off, on, *capacity)[1].split())
+    assert json.loads(run("plan", off, off, *capacity, "--json")[1])["notes"] == []

@@ -80,7 +80,9 @@ def plan(
 
     **Exit codes**: 0 done; 2 invalid option, no dataset, or a sample that fits no pack.
     """
+    from vlmdata.cli.console import results
     from vlmdata.errors import UsageError
+    from vlmdata.integrations.videos import video_notes
     from vlmdata.loader.config import Service
     from vlmdata.loader.data import open_data, require_one_tokenizer
     from vlmdata.packing.plan.estimates import split_estimates
@@ -112,15 +114,18 @@ def plan(
                 f"--vision-gpus {vision_gpus} of --gpus {gpus} does not fit: the other GPUs must hold whole layouts, "
                 f"whose number must divide --global-batch {config.global_batch}; choose {fitting}"
             )
+    notes = video_notes([(dataset.name, dataset.manifest) for dataset in datasets])
     if as_json:
         split = {"splits": [dataclasses.asdict(each) for each in splits]} if splits else {}
         over = {} if steps is None else {"mixture": [dataclasses.asdict(each) for each in mixture]}
-        values = {"data": places, "config": config.to_dict(), **report.to_dict(), **split, **over}
+        values = {"data": places, "config": config.to_dict(), **report.to_dict(), **split, **over, "notes": notes}
         print(json.dumps(values, indent=2))
     else:
         _print(places, report, mixture)
         if vision_gpus is not None:
             _print_splits(splits, vision_gpus, gpus)
+        for note in notes:
+            results().print(note, markup=False, highlight=False)
 
 
 def _plans(

@@ -70,7 +70,7 @@ def opened(source: VideoSource, limits: VideoLimits, what: str) -> Iterator[tupl
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         if size == 0:
-            raise MediaError(Reason.EMPTY_VIDEO, f"{what}: the file has 0 bytes")
+            raise MediaError(Reason.EMPTY_VIDEO, f"{what}: the file has 0 bytes. Get it again")
         try:
             container = stack.enter_context(av.open(file, "r", options={"format_whitelist": _FORMATS}))
         except (av.FFmpegError, UnicodeDecodeError) as error:

@@ -93,7 +93,7 @@ class Pictures:
         raise MediaError(
             Reason.UNSUPPORTED_VIDEO,
             f"{self._what}: the file asks to turn its frames by {frame.rotation} degrees; only quarter turns are "
-            "supported",
+            "supported. Turn its frames: ffmpeg -i a.mp4 b.mp4",
         )
 
 
