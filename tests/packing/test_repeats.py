@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.packing.helpers import make_table
 from vlmdata.packing import Blend, PlanConfig
 from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
-from vlmdata.packing.config import config_differences
 from vlmdata.packing.plan.epoch import EpochPlan, plan_epoch
 from vlmdata.packing.plan.repeats import pack_apart
 from vlmdata.packing.seeding import hash64
@@ -67,12 +66,3 @@ def test_windows_without_repeats_are_packed_as_before() -> None:
         pack_windows(windows, Limits(8192, None), 5),
     )
     assert np.array_equal(bins.items, before.items)
-
-
-def test_settings_that_may_repeat_samples_record_how() -> None:
-    plain, blended = PlanConfig(8192, 4), PlanConfig(8192, 4, blend=Blend("epochs", (2.0,)))
-    assert "repeats_algorithm" not in plain.to_dict()
-    assert blended.to_dict()["repeats_algorithm"] == 1
-    assert PlanConfig.from_dict(blended.to_dict()) == blended
-    earlier = {name: value for name, value in blended.to_dict().items() if name != "repeats_algorithm"}
-    assert [line.split(":")[0] for line in config_differences(earlier, blended)] == ["repeats_algorithm"]

@@ -18,14 +18,12 @@ from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
 
 # Changes whenever the same inputs give another plan, so that a resume across versions is rejected, not silently
 # different.
-ALGORITHM_VERSION = 2
+ALGORITHM_VERSION = 3
 # The same for plans with a shuffle_window; other plans stay valid if it changes.
 WINDOWS_VERSION = 2
-# The same for plans that may use a sample several times in an epoch.
-REPEATS_VERSION = 1
 
 #: Names of the versions in :meth:`PlanConfig.to_dict`.
-ALGORITHMS = ("algorithm:", "windows_algorithm:", "repeats_algorithm:")
+ALGORITHMS = ("algorithm:", "windows_algorithm:")
 
 #: Boundaries in a pack are int32, a plan has at most that many samples, and patches are added up in int64.
 _MOST = {"capacity": 2**31 - 1, "global_batch": 2**31 - 1, "max_patches": 2**63 - 1}
@@ -198,7 +196,6 @@ class PlanConfig:
         Changes are included only if there are any, as in states of earlier versions.
         """
         windows = {} if self.shuffle_window is None else {"windows_algorithm": WINDOWS_VERSION}
-        repeats = {"repeats_algorithm": REPEATS_VERSION} if self.blend or self.schedule or self.earlier else {}
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         values["cost"] = dataclasses.asdict(self.cost)
         values["blend"] = None if self.blend is None else self.blend.to_dict()
@@ -206,7 +203,7 @@ class PlanConfig:
             values[name] = [each.to_dict() for each in values[name]]
             if not values[name]:
                 del values[name]
-        return {"algorithm": ALGORITHM_VERSION, **windows, **repeats, **values}
+        return {"algorithm": ALGORITHM_VERSION, **windows, **values}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PlanConfig:
