@@ -271,7 +271,7 @@ class PreprocessConfig:
             if set(kinds) != {VariantKind.SCALE, VariantKind.CROP}:
                 raise ValueError(f"variant_kinds is {','.join(kinds)}; it has no effect without variants")
             return
-        if family.grounding is None:
+        if family.grounding is None or family.most_views > 1:
             raise ValueError(
                 f"variants is {self.variants}, and the sizes of images of the family {family.name} are not free: omit "
                 "it"

@@ -99,9 +99,22 @@ class _Writer:
             return json.dumps(numbers)
         if part.form is Form.JSON:
             key = rules.box_key if isinstance(part, BoxPart) else rules.point_key
+            if not key:
+                raise RowRejected(
+                    Reason.UNSUPPORTED_CONTENT,
+                    f"{part.field}: the family {family.name} has no JSON for it; choose the form of its tokens "
+                    "(recipe grounding: -O form=tokens; your own recipe: Form.TOKENS)",
+                )
             label = {} if part.label is None else {rules.label_key: part.label}
             return json.dumps({key: numbers, **label}, ensure_ascii=False)
+        if rules.lists and isinstance(part, PointPart):
+            raise RowRejected(
+                Reason.UNSUPPORTED_CONTENT,
+                f"{part.field}: the family {family.name} has no notation for points; give a box, or choose a plain "
+                "list (Form.LIST)",
+            )
         pairs = ",".join(f"({x},{y})" for x, y in zip(numbers[::2], numbers[1::2], strict=True))
+        pairs = json.dumps([numbers]) if rules.lists else pairs
         name = "" if part.label is None else _marked(part.label, rules.label_marks, part.field, family.name)
         return name + _marked(pairs, rules.box_marks, part.field, family.name)
 

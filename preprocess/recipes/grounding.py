@@ -7,13 +7,13 @@ COCO's format of annotations.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from preprocess.conversation import ContentPart, Conversation, Message, TextPart
-from preprocess.grounding import BoxPart, PointPart, Unit, coordinates_fault
+from preprocess.grounding import BoxPart, Form, PointPart, Unit, coordinates_fault
 from preprocess.recipes.answers import Pick, picked, texts_in
 from preprocess.recipes.chat.forms import fits as fits_chat
 from preprocess.recipes.chat.images import BOUND_KEYS
@@ -58,6 +58,15 @@ class Corners(StrEnum):
     XYXY = "xyxy"
 
 
+class AnswerForm(StrEnum):
+    """Form of an answer."""
+
+    #: A JSON list of boxes or points, with the keys of the family.
+    JSON = "json"
+    #: Each name and box between the tokens of the family, on a line of its own.
+    TOKENS = "tokens"
+
+
 @dataclass(frozen=True)
 class GroundingOptions:
     """Options of the recipe."""
@@ -74,6 +83,9 @@ class GroundingOptions:
     pick: Annotated[
         Pick, "Of several names of one box, learn the first, the most common one, or each in a sample of its own."
     ] = Pick.FIRST
+    form: Annotated[
+        AnswerForm, "The answer as JSON, or with the family's tokens for boxes (internvl has no JSON, so needs them)."
+    ] = AnswerForm.JSON
     names: Annotated[
         tuple[str, ...], "Names of classes that the data has as numbers, from 0, with commas; `coco` is COCO's 80."
     ] = ()
@@ -138,16 +150,18 @@ class GroundingRows:
                 f"{' and '.join(forms) or 'none of points, bbox and objects'} in the row; it needs one of points, bbox "
                 f"and objects; columns with values: {columns}",
             )
+        tail = ", as JSON" if self._options.form is AnswerForm.JSON else ""
         if forms == [_OBJECTS]:
-            yield frozenset(forms), Task("Locate every object in the image, as JSON.", "", self._objects(values))
+            yield frozenset(forms), Task(f"Locate every object in the image{tail}.", "", self._objects(values))
             return
         column = next(iter(filled(values, _NAMES)), _NAMES[-1])
         names = picked(texts_in(values.get(column, []), column), self._options.pick, column)
         for name in names:
             if forms == [_POINTS]:
-                task = Task("Point to every instance of: {name}. Answer as JSON.", name, self._points(values, name))
+                asked = "Point to every instance of: {name}." + (" Answer as JSON." if tail else "")
+                task = Task(asked, name, self._points(values, name))
             else:
-                task = Task("Locate this, as JSON: {name}", name, (self._box(values[_BOX], _BOX, name),))
+                task = Task(f"Locate this{tail}: {{name}}", name, (self._box(values[_BOX], _BOX, name),))
             yield frozenset({*forms, column}), task
 
     def _made(self, values: Mapping[str, Any], columns: frozenset[str], task: Task) -> Conversation:
@@ -159,7 +173,11 @@ class GroundingRows:
                 keys.note(entry, frozenset({_BOX, "iscrowd", *_CLASSES}), _HARMLESS_KEYS, f"{_OBJECTS}.")
         image = only_image(values, images_of(values, self._media, keys), "a box or point")
         prompt = (self._options.prompt or task.prompt).replace("{name}", task.name)
-        turns = Message("user", (image, TextPart(prompt))), Message("assistant", tuple(_json_list(task.found)))
+        if self._options.form is AnswerForm.TOKENS:
+            answer = _lines(task.found)
+        else:
+            answer = _json_list(task.found)
+        turns = Message("user", (image, TextPart(prompt))), Message("assistant", tuple(answer))
         return Conversation(turns, (), row_weight(values), keys.harmless, keys.unknown)
 
     def _points(self, values: Mapping[str, Any], name: str) -> tuple[PointPart, ...]:
@@ -224,6 +242,13 @@ def _json_list(found: Sequence[BoxPart | PointPart]) -> Iterator[ContentPart]:
             yield TextPart(", ")
         yield part
     yield TextPart("]")
+
+
+def _lines(found: Sequence[BoxPart | PointPart]) -> Iterator[ContentPart]:
+    for number, part in enumerate(found):
+        if number:
+            yield TextPart("\n")
+        yield replace(part, form=Form.TOKENS)
 
 
 def _list(value: Any, field: str) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from vlmdata.families.grounding import Grounding
@@ -33,7 +33,15 @@ def coordinates_in(text: str, rules: Grounding) -> Iterator[Coordinates]:
         text: The text.
         rules: The family's convention.
     """
-    keys = {rules.box_key: 4, rules.point_key: 2}
+    keys = {key: count for key, count in ((rules.box_key, 4), (rules.point_key, 2)) if key}
+    if keys:
+        yield from _in_json(text, keys, rules)
+    if rules.box_marks is not None:
+        yield from _marked(text, rules.box_marks, rules.label_marks, rules.lists)
+
+
+def _in_json(text: str, keys: Mapping[str, int], rules: Grounding) -> Iterator[Coordinates]:
+    """Finds lists of so many numbers after keys in JSON."""
     pattern = rf'"({"|".join(map(re.escape, keys))})"\s*:\s*\[\s*({_NUMBER}(?:\s*,\s*{_NUMBER})*)\s*\]'
     before = 0
     for match in re.finditer(pattern, text):
@@ -42,8 +50,6 @@ def coordinates_in(text: str, rules: Grounding) -> Iterator[Coordinates]:
             start, stop, label = _object_around(text, match, before, rules)
             yield Coordinates(start, stop, numbers, label)
             before = match.end()
-    if rules.box_marks is not None:
-        yield from _marked(text, rules.box_marks, rules.label_marks)
 
 
 def _object_around(text: str, match: re.Match[str], before: int, rules: Grounding) -> tuple[int, int, str | None]:
@@ -62,10 +68,14 @@ def _object_around(text: str, match: re.Match[str], before: int, rules: Groundin
     return match.start(), match.end(), None
 
 
-def _marked(text: str, marks: tuple[str, str], label_marks: tuple[str, str] | None) -> Iterator[Coordinates]:
-    """Finds boxes between special tokens. One label may stand before several of them."""
+def _marked(
+    text: str, marks: tuple[str, str], label_marks: tuple[str, str] | None, lists: bool
+) -> Iterator[Coordinates]:
+    """Finds boxes between special tokens, several between two if they are lists. A label may stand before several."""
     pair = rf"\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)"
-    box = rf"{re.escape(marks[0])}\s*({pair}(?:\s*,?\s*{pair})?)\s*{re.escape(marks[1])}"
+    one = rf"\[\s*{_NUMBER}(?:\s*,\s*{_NUMBER}){{3}}\s*\]" if lists else rf"{pair}(?:\s*,?\s*{pair})?"
+    body = rf"\[\s*({one}(?:\s*,\s*{one})*)\s*\]" if lists else rf"({one})"
+    box = rf"{re.escape(marks[0])}\s*{body}\s*{re.escape(marks[1])}"
     label = "(?!)()" if label_marks is None else rf"{re.escape(label_marks[0])}(.*?){re.escape(label_marks[1])}"
     name: str | None = None
     name_start = stop = 0
@@ -76,7 +86,10 @@ def _marked(text: str, marks: tuple[str, str], label_marks: tuple[str, str] | No
         if text[stop : match.start()].strip(" ,\n") or name is None:
             name = None
         first = name_start if name is not None and stop > name_start else match.start()
-        yield Coordinates(first, match.end(), _numbers(match[2]), name)
+        found = [(match.start(2) + each.start(), match.start(2) + each.end()) for each in re.finditer(one, match[2])]
+        starts, stops = [first, *(start for start, _ in found[1:])], [*(end for _, end in found[:-1]), match.end()]
+        for start, end, (at, to) in zip(starts, stops, found, strict=True):
+            yield Coordinates(start, end, _numbers(text[at:to]), name)
         name_start = stop = match.end()
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vlmdata.families import qwen
 from vlmdata.families.base import Family, ImageBoundsError, View
 from vlmdata.families.chat import IMAGE, Expansion
+from vlmdata.families.grounding import Grounding
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +113,16 @@ def _canvases(least: int, most: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(found, key=lambda canvas: canvas[0] * canvas[1]))
 
 
+#: Thousandths of the sides of the whole image. Sources: ``evaluate_grounding.py`` and the demo of OpenGVLab/InternVL.
+#: Neither has points, nor boxes as JSON.
+GROUNDING = Grounding(
+    scale=1000,
+    box_key="",
+    point_key="",
+    box_marks=("<box>", "</box>"),
+    label_marks=("<ref>", "</ref>"),
+    lists=True,
+)
 FAMILY = InternVL(
     name="internvl",
     model_types=("internvl",),
@@ -129,6 +140,7 @@ FAMILY = InternVL(
     most_views=MOST_TILES + 1,
     position_axes=("position",),
     processors=("InternVLProcessor",),
+    grounding=GROUNDING,
     token_settings=(
         ("<IMG_CONTEXT>", "context_image_token"),
         ("<img>", "start_image_token"),

@@ -194,7 +194,7 @@ class ContentCheck:
         text = self.texts.decode(ids[~np.isin(ids, items)].tolist())
         if family.grounding is None or not family.grounding.may_be_in(text):
             return
-        pictures = pictures_of(sample.items, self.dataset.index.row(i).item_starts, family)
+        pictures = pictures_of(sample.items, self.dataset.index.row(i).item_starts, family, metadata)
         boxes = boxes_of(self.texts.decode_each(ids.tolist()), family.grounding, pictures, metadata)
         wrong = [box for box in boxes if box.fault]
         if wrong:

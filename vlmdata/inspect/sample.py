@@ -17,7 +17,7 @@ from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, SHORTENED, VARIANT, Sample
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
-from vlmdata.inspect.boxes import BoxDescription, boxes_of, pictures_of
+from vlmdata.inspect.boxes import BoxDescription, boxes_of, pictures_of, recorded_source, sides_in, tile_of
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
 from vlmdata.inspect.frames import FrameDescription, frames_of, item_starts
@@ -158,7 +158,7 @@ class SampleDescriber:
         starts = item_starts(sample, row.item_starts, dataset.family, info)
         numbers, spans = _spans(sample, turns, starts, dataset, self.texts)
         targets, table = int(np.count_nonzero(mask)), _table(sample, self.texts, numbers, dataset.family)
-        pictures = pictures_of(sample.items, row.item_starts, dataset.family)
+        pictures = pictures_of(sample.items, row.item_starts, dataset.family, metadata)
         return SampleDescription(
             key=row.key,
             index=i,
@@ -305,14 +305,12 @@ def _columns(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _images(
     sample: Sample, starts: tuple[tuple[int, ...], ...], metadata: Mapping[str, Any], family: Family
 ) -> tuple[ImageDescription, ...]:
-    recorded = metadata.get("images")
-    recorded = recorded if isinstance(recorded, list) else []
     found = []
     for number, ((t, h, w), of_item) in enumerate(zip(sample.grid_thw.tolist(), starts, strict=True)):
-        source = recorded[number] if number < len(recorded) and isinstance(recorded[number], dict) else {}
-        whole, tile = _tile(source, h * family.patch_size, w * family.patch_size)
+        source = recorded_source(metadata, number)
+        (_, whole), tile = tile_of(source, h * family.patch_size, w * family.patch_size)
         width = None if "crop" in source else source.get("width")
-        if (region := _sides(source.get("region"), 4)) is not None:
+        if (region := sides_in(source.get("region"), 4)) is not None:
             width = region[2]
         found.append(
             ImageDescription(
@@ -332,21 +330,6 @@ def _images(
             )
         )
     return tuple(found)
-
-
-def _tile(source: Mapping[str, Any], height: int, width: int) -> tuple[int, tuple[int, int] | None]:
-    """Returns the width of the resized image that a picture shows, and its row and column if it is a tile of it."""
-    part, of = _sides(source.get("part"), 4), _sides(source.get("of"), 2)
-    if part is None or of is None or part[2:] != [height, width] or not min(part[2:]):
-        return width, None
-    return of[1], (part[0] // height, part[1] // width)
-
-
-def _sides(found: Any, count: int) -> list[int] | None:
-    """Returns a list of so many sides or offsets of a picture, or None if it is none."""
-    if isinstance(found, list) and len(found) == count and all(type(each) is int and each >= 0 for each in found):
-        return found
-    return None
 
 
 def rebuild_image(sample: Sample, number: int, family: Family, patch: int = 0) -> npt.NDArray[np.uint8]:

@@ -52,7 +52,8 @@ from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 
-GROUNDED = [name for name in REGISTRY if family(name).grounding is not None]
+#: Families with boxes whose images may have any size.
+GROUNDED = [name for name in REGISTRY if family(name).grounding is not None and family(name).most_views == 1]
 BOUNDS = ImageConfig(16_384, 131_072)
 ALL = tuple(VariantKind)
 

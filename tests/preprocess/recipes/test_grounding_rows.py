@@ -57,7 +57,10 @@ def test_a_box_is_that_of_coco_unless_told_otherwise() -> None:
     assert places({**BOX, "bbox": [0.25, 0.25, 0.5, 0.5]}, unit="0..1")[0].unit is Unit.ONE
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES.find(name).grounding is not None])
+GROUNDED = {name: rules for name in FAMILIES if (rules := FAMILIES.find(name).grounding) is not None}
+
+
+@pytest.mark.parametrize("family", [name for name, rules in GROUNDED.items() if rules.box_key])
 def test_every_form_is_the_same_place_in_every_family(family: str) -> None:
     forms = [
         (convert(BOX), "bbox_2d"),
@@ -74,6 +77,18 @@ def test_every_form_is_the_same_place_in_every_family(family: str) -> None:
     ((point,),) = (json.loads(learned(made, family)) for made in convert(POINTS))
     left, top, right, _ = box["bbox_2d"]
     assert point["point_2d"] == [pytest.approx((left + right) / 2, abs=0.5), pytest.approx(top, abs=0.5)]
+
+
+def test_the_answer_may_have_the_tokens_of_the_family() -> None:
+    (one,), (two,) = convert(BOX, form="tokens"), convert(OBJECTS, form="tokens", names="coco")
+    asked = [made.messages[0].text for made in (one, two, *convert(POINTS, form="tokens"))]
+    assert asked == ["Locate this: left dot", "Locate every object in the image.", "Point to every instance of: dots."]
+    internvl = PreprocessConfig(family="internvl")
+    dog = "<ref>dog</ref><box>[[250, 250, 750, 750]]</box>"
+    assert with_grounding_as_text(one, internvl).messages[1].text == dog.replace("dog", "left dot")
+    lines = f"{dog}\n<ref>cat</ref><box>[[0, 0, 100, 100]]</box>"
+    assert with_grounding_as_text(two, internvl).messages[1].text == lines
+    assert "<|box_start|>(250,250),(750,750)<|box_end|>" in learned(one, "qwen3_5")
 
 
 def test_names_pick_and_prompt() -> None:

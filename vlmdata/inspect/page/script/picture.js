@@ -42,8 +42,9 @@ function allMedia(sample) {
 // The boxes and points of an image. A name points to its tokens; a token of a box marks the box.
 function boxesIn(sample, image) {
   const share = (value, side) => `${100 * value / side}%`;
-  return sample.boxes.filter((found) => found.image === image.number).map((found) => {
-    const [x, y, right = x, bottom = y] = found.pixels, isPoint = found.pixels.length === 2;
+  const shown = sample.boxes.flatMap((found) => found.places.filter((place) => place.item === image.number).map((place) => [found, place.pixels]));
+  return shown.map(([found, pixels]) => {
+    const [x, y, right = x, bottom = y] = pixels, isPoint = pixels.length === 2;
     const name = el("button", { type: "button", tabindex: "-1" }, found.label || `${found.number}`);
     const node = el("div", { class: `box${isPoint ? " point" : ""}${found.fault ? " wrong" : ""}`, title: found.fault || null, data: { box: found.number }, paint: {
       "--ink-of-box": colour(found.number), left: share(x, image.width), top: share(y, image.height), width: share(right - x, image.width), height: share(bottom - y, image.height) } }, name);
@@ -60,7 +61,7 @@ function pictureOf(sample, image) {
     svg("path", { class: "lines fine", d: gridPath(wide, high, 1) }), svg("path", { class: "lines", d: gridPath(wide, high, merge) }), spot);
   const box = el("div", { class: `picture${view.grid ? "" : " bare"}${view.boxes ? "" : " unboxed"}`, data: { image: image.number } },
     el("img", { src: store.picture(sample, image), width: image.width, height: image.height, alt: image.frame ? `video ${image.number}, temporal patch ${image.patch}` : `image ${image.number} as the model sees it`, decoding: "async", loading: image.frame ? "lazy" : "eager" }), overlay);
-  if (!image.frame && !image.tile) box.append(...boxesIn(sample, image));
+  if (!image.frame) box.append(...boxesIn(sample, image));
   const point = (event) => {
     const area = overlay.getBoundingClientRect();
     const column = Math.floor((event.clientX - area.left) / area.width * across), row = Math.floor((event.clientY - area.top) / area.height * down);
