@@ -204,6 +204,7 @@ def _require_stretch(
     if answer is None:
         return
     turn = turns[number]
+    _require_calls(answer, text[turn.body : turn.stop], number + 1)
     think = tokenizer.family.chat.think
     if think and turn.answer > turn.body and text.startswith(think[0].strip(), turn.answer):
         raise template_error(
@@ -217,6 +218,17 @@ def _require_stretch(
             f"wrote {excerpt(text[turn.body : turn.stop], 60)!r} as assistant turn {number + 1}; the message says "
             f"{excerpt(words, 60)!r}"
         )
+
+
+def _require_calls(answer: Message, written: str, number: int) -> None:
+    """Checks that a turn names the tools that its message calls: some templates leave out calls."""
+    for call in answer.tool_calls:
+        name = call.get("name")
+        if isinstance(name, str) and name not in written:
+            raise template_error(
+                f"left out the call of the tool {excerpt(name, 60)!r} in assistant turn {number}. Drop rows with "
+                "tool_calls, or use a template that writes them"
+            )
 
 
 def missing_piece(pieces: Sequence[str], text: str) -> str | None:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vlmdata
+from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import ImagePart
+from preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from preprocess.encode import Encoder
 from preprocess.encode.image import encode_image, image_tokens
 from preprocess.reject import RowRejected
 from tests.chat_rows import image_item, turn, write_jsonl
@@ -83,8 +85,21 @@ def test_impossible_numbers_of_tiles_are_refused(bounds: tuple[int, int], messag
 
 def test_more_tiles_than_allowed_are_refused_in_the_data() -> None:
     part = ImagePart(encoded_image(), max_pixels=41 * TILE**2)
-    with pytest.raises(RowRejected, match="image: max_pixels is 8,228,864; at most 8,028,160 is possible"):
+    message = (
+        r"image: max_pixels is 8,228,864; at most 8,028,160 is possible in the family internvl\. Lower it, or drop"
+    )
+    with pytest.raises(RowRejected, match=message):
         encode_image(part, ImageConfig(), FAMILY, "image")
+
+
+def test_calls_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    encoder = Encoder(
+        PreprocessConfig(family="internvl"), load_tokenizer(write_tokenizer(tmp_path / "tokenizer"), None, "internvl")
+    )
+    calls = ({"name": "look", "arguments": {}},)
+    talk = Conversation((Message("user", (TextPart("?"),)), Message("assistant", (), tool_calls=calls)))
+    with pytest.raises(RowRejected, match=r"left out the call of the tool 'look' in assistant turn 1\. Drop rows"):
+        encoder.encode(talk)
 
 
 def test_tiles_are_shown_in_their_places(tmp_path: Path) -> None:

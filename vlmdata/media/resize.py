@@ -74,7 +74,11 @@ def _bounds(request: SizeRequest, bounds: tuple[int, int], family: Family, what:
     most_possible, smallest = family.largest_image, family.smallest_image
     for name, value in (("min_pixels", request.min_pixels), ("max_pixels", request.max_pixels)):
         if value is not None and value > most_possible:
-            raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: {name} is {value:,}; at most {most_possible:,} is possible")
+            raise MediaError(
+                Reason.IMAGE_BOUNDS,
+                f"{what}: {name} is {value:,}; at most {most_possible:,} is possible in the family {family.name}. "
+                "Lower it, or drop it: then the bounds of the run hold",
+            )
     if request.max_pixels is not None and request.max_pixels < smallest:
         raise MediaError(
             Reason.IMAGE_BOUNDS,

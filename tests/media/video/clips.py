@@ -87,6 +87,8 @@ def clip(
         stream.pix_fmt = pixels or kind[1]
         stream.codec_context.thread_count = 1
         stream.codec_context.time_base = unit
+        if codec in ("libx264", "libx265") and count < 4:
+            stream.codec_context.max_b_frames = 0  # with fewer frames than they delay, times are what memory held
         for name, value in context.items():
             setattr(stream.codec_context, name, value)
         if rotation is not None:
