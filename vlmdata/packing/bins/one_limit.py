@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.packing.arrays import IntArray, offsets_of, ranges, stable_order
+from vlmdata.packing.bins.few_bins import pack_few
 from vlmdata.packing.patterns.histogram import STRATEGIES, HistogramPacking, Strategy, fill_rooms, pack_histogram
 from vlmdata.packing.patterns.lower_bound import bin_lower_bound
 from vlmdata.packing.patterns.patterns import Patterns, find_patterns, pack_by_patterns, round_up_sizes
@@ -25,6 +26,8 @@ _MIN_EXPECTED_BINS = 1000
 _SPREAD = 0.003
 # Below this many bins patterns are hardly used twice, so that rounding takes away what they gain.
 _MIN_PATTERN_BINS = 200
+# Up to this many bins, filling one after the other is worthwhile; beyond, patterns do as well in less time.
+_FEW_BINS = 500
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -228,9 +231,12 @@ def _best_packing(
         if not (worse and items.bound >= _MIN_EXPECTED_BINS):
             tries.append((items, items.by_strategy(strategy)))
     best = min(tries, key=lambda one: one[1].num_bins)
-    if best[1].num_bins > enough and items.bound >= _MIN_PATTERN_BINS and not preference.excess:
+    if best[1].num_bins > enough and items.bound <= _FEW_BINS and not preference.excess:
+        few = pack_few(items.sizes, items.counts, capacity, key, enough)
+        if few is not None:
+            best = min(best, (items, few), key=lambda one: one[1].num_bins)
+            enough += 1  # the program behind patterns takes longer than one bin of so few is worth
+    if best[1].num_bins > enough and not preference.excess:
         rounded = items.rounded_up(round_up_sizes(items.sizes, items.counts))
-        packing = rounded.by_patterns(rounded.find_patterns())
-        if packing.num_bins < best[1].num_bins:
-            return rounded, packing
+        best = min(best, (rounded, rounded.by_patterns(rounded.find_patterns())), key=lambda one: one[1].num_bins)
     return best
