@@ -1,4 +1,4 @@
-r"""transformers' own model, padded with Liger's kernels as users train it, beside the same model on packs.
+r"""transformers' own model on padded batches, with Liger's kernels too, beside packs and the bundled trainer.
 
     python benchmarks/adapter_peer.py --data receipts=RECEIPTS --data receipts=RECEIPTS_VL --data chats=CHATS \
         --presets 2b qwen3-vl-2b --capacity 16384
@@ -12,7 +12,9 @@ run in one process, one after the other:
 - padded, Liger: the same with Liger's RMSNorm, SwiGLU and fused linear cross-entropy;
 - packs: full packs of the same samples through ``vlmdata.integrations.transformers``, of --capacity tokens, the first
   that fits;
-- packs, Liger: the same with Liger's kernels, applied in the same way.
+- packs, Liger: the same with Liger's kernels, applied in the same way;
+- bundled trainer: its step on the same packs, without multi-token prediction, with the first of --capacity and
+  --recompute that fits. Its gradients and optimizer state are fp32.
 
 Both sides train on about as many tokens, --tokens. Everything else is that of `train_peer.py`: bf16, fused AdamW,
 clipped gradients, inputs on the device before the clock starts, true tokens, steps after a warm-up. Triton has few
@@ -46,6 +48,7 @@ from train_peer import (
     DTYPE,
     STARTED,
     PeerStep,
+    configs_of,
     emptied,
     figures,
     largest_batch,
@@ -53,6 +56,7 @@ from train_peer import (
     peer_of,
     report,
     time_batches,
+    time_ours,
     timed,
 )
 
@@ -62,7 +66,7 @@ from vlmdata import StreamingLoader, VlmDataset, open_dataset
 from vlmdata.integrations.steps import step_loss, step_weight
 from vlmdata.integrations.transformers import packed, token_losses
 
-WAYS = ("padded", "padded, Liger", "packs", "packs, Liger")
+WAYS = ("padded", "padded, Liger", "packs", "packs, Liger", "bundled trainer")
 #: Shares of the largest padded batch that are tried.
 SHARES = (1.0, 0.5)
 
@@ -156,6 +160,20 @@ def time_packs(
     return {"": {"batch": 0}}
 
 
+def time_trainer(name: str, dataset: VlmDataset, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of the bundled trainer's step on full packs, of the first capacity that fits."""
+    from model.training.build import architecture_of
+
+    for capacity in options.capacity:
+        steps = max(3, round(options.tokens / capacity))
+        chosen = argparse.Namespace(**vars(options) | {"capacity": capacity, "steps": steps})
+        configs = configs_of(name, dataset, chosen)
+        found = time_ours(architecture_of(configs[0]), configs, dataset, chosen)
+        if found["batch"]:
+            return {"": found | {"batch": f"packs of {capacity:,}"}}
+    return {"": {"batch": 0}}
+
+
 def write_profile(step: PackStep, batch: Any, options: argparse.Namespace) -> None:
     """Writes the kernels of a step, the longest first."""
     with torch.profiler.profile() as profile:
@@ -209,6 +227,8 @@ def dataset_for(name: str, kind: str, options: argparse.Namespace) -> VlmDataset
 
 def measure(way: str, name: str, dataset: VlmDataset, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Figures of a way of a preset, by what is added to its name."""
+    if way == "bundled trainer":
+        return time_trainer(name, dataset, options)
     tokenizer, architecture = dataset.manifest.tokenizer, preset(name)
     if architecture.language.vocab_size < tokenizer.vocab_size or DEVICE.type == "cpu":
         architecture = architecture.with_vocabulary(tokenizer)
@@ -249,12 +269,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=49152, help="about how many tokens are timed")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="write the kernels of a step on packs")
+    parser.add_argument("--recompute", nargs="+", default=["none"], help="what the bundled trainer computes again")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no way begins")
     parser.add_argument("--label", default="", help="of the result files")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
+    from model.parallel.environment import before_megatron
+
+    before_megatron()
+
     import transformers
 
+    from model.parallel import groups
+    from model.parallel.cpu_mode import cpu_mode_if_needed
+
+    groups.initialize()
     few_configurations()
     about: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -269,22 +298,24 @@ def main() -> None:
     label = options.label
     stem = options.out / "-".join(filter(None, ["adapter-peer", label, about["date"]]))
     kinds = list(dict.fromkeys(kind for kind, _ in options.data))
-    for name, kind, way in itertools.product(options.presets, kinds, options.ways):
-        if (dataset := dataset_for(name, kind, options)) is None:
-            continue
-        ways = about["presets"].setdefault(f"{name}, {kind}", {})
-        if time.monotonic() - STARTED > options.limit:
-            print(f"  {name} {kind} {way}: left out, --limit has passed", flush=True)
-            continue
-        begun = time.monotonic()
-        options.label = "-".join(filter(None, [label, name, kind]))
-        for more, timing in measure(way, name, dataset, options).items():
-            ways[way + more] = timing | {"way_seconds": time.monotonic() - begun}
-            print(f"  {name} {kind} {way}{more}: {json.dumps(ways[way + more])}", flush=True)
-        stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-        stem.with_suffix(".md").write_text(
-            report(about, "transformers' model on packs, beside padded batches", WAYS[1])
-        )
+    with cpu_mode_if_needed():
+        for name, kind, way in itertools.product(options.presets, kinds, options.ways):
+            if (dataset := dataset_for(name, kind, options)) is None:
+                continue
+            ways = about["presets"].setdefault(f"{name}, {kind}", {})
+            if time.monotonic() - STARTED > options.limit:
+                print(f"  {name} {kind} {way}: left out, --limit has passed", flush=True)
+                continue
+            begun = time.monotonic()
+            options.label = "-".join(filter(None, [label, name, kind]))
+            for more, timing in measure(way, name, dataset, options).items():
+                ways[way + more] = timing | {"way_seconds": time.monotonic() - begun}
+                print(f"  {name} {kind} {way}{more}: {json.dumps(ways[way + more])}", flush=True)
+            stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+            stem.with_suffix(".md").write_text(
+                report(about, "transformers' model on packs, beside padded batches", WAYS[1])
+            )
+    groups.destroy()
     print(stem.with_suffix(".md").read_text())
 
 

@@ -311,27 +311,13 @@ def figures(seconds: float, counts: list[tuple[int, float]], slots: int, losses:
 def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The ways of a preset, each with its figures."""
     from model.training.build import architecture_of
-    from model.training.settings.config_loading import load_config
 
     wanted = preset(name).data_family
     found = [dataset for dataset in datasets if dataset.manifest.model_family.name == wanted]
     if not found:
         raise SystemExit(f"{name} needs data of the family {wanted}: add --data with such a dataset")
     dataset = found[0]
-    settings: list[tuple[str, Any]] = [
-        ("data.paths", [str(dataset.directory)]),
-        ("data.capacity", options.capacity),
-        ("data.global_batch", 1),
-        ("model.preset", name),
-        ("model.mtp", False),
-        ("optimizer.lr", LEARNING_RATE),
-        ("optimizer.weight_decay", WEIGHT_DECAY),
-        ("optimizer.clip_grad", CLIP),
-        ("optimizer.warmup_steps", 0),
-        ("optimizer.schedule", "constant"),
-        ("run.steps", options.warmup + options.steps),
-    ]
-    configs = [load_config(None, [*settings, *recomputing(each)]) for each in options.recompute]
+    configs = configs_of(name, dataset, options)
     architecture = architecture_of(configs[0])
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "ours": lambda: time_ours(architecture, configs, dataset, options),
@@ -348,6 +334,26 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
         found = ways[way]() | {"gib_before": left, "way_seconds": time.monotonic() - begun}
         print(f"  {name} {way}: {json.dumps(found)}", flush=True)
         yield way, found
+
+
+def configs_of(name: str, dataset: VlmDataset, options: argparse.Namespace) -> list[Any]:
+    """Configurations of the bundled trainer for a preset: one for each of --recompute."""
+    from model.training.settings.config_loading import load_config
+
+    settings: list[tuple[str, Any]] = [
+        ("data.paths", [str(dataset.directory)]),
+        ("data.capacity", options.capacity),
+        ("data.global_batch", 1),
+        ("model.preset", name),
+        ("model.mtp", False),
+        ("optimizer.lr", LEARNING_RATE),
+        ("optimizer.weight_decay", WEIGHT_DECAY),
+        ("optimizer.clip_grad", CLIP),
+        ("optimizer.warmup_steps", 0),
+        ("optimizer.schedule", "constant"),
+        ("run.steps", options.warmup + options.steps),
+    ]
+    return [load_config(None, [*settings, *recomputing(each)]) for each in options.recompute]
 
 
 def recomputing(text: str) -> list[tuple[str, Any]]:
