@@ -23,6 +23,7 @@ from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
 from preprocess.recipes.coco_names import COCO
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
 from preprocess.recipes.media import MediaLoader
+from preprocess.recipes.polygons import POLYGONS, Polygons, box_around
 from preprocess.recipes.row_image import IMAGE_COLUMNS, has_image, images_of, only_image
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
@@ -38,7 +39,7 @@ _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
     "count",
     "collection_method",
     "question",  # lmms-lab's is the one for the opposite task
-    "segmentation",
+    *POLYGONS,  # beside a box
     "iscrowd",
     "sent_ids",
     "captions",
@@ -48,7 +49,7 @@ _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
     "coco_url",
     "date_captured",
 }
-_HARMLESS_KEYS = frozenset({"id", "area", "segmentation"})
+_HARMLESS_KEYS = frozenset({"id", "area", *POLYGONS})
 
 
 class Corners(StrEnum):
@@ -86,6 +87,9 @@ class GroundingOptions:
     form: Annotated[
         AnswerForm, "The answer as JSON, or with the family's tokens for boxes (internvl has no JSON, so needs them)."
     ] = AnswerForm.JSON
+    polygons: Annotated[
+        Polygons, "Polygons (segmentation, polygon or quad) without bbox: reject the row, or learn the box around each."
+    ] = Polygons.REJECT
     names: Annotated[
         tuple[str, ...], "Names of classes that the data has as numbers, from 0, with commas; `coco` is COCO's 80."
     ] = ()
@@ -142,7 +146,7 @@ class GroundingRows:
         Raises:
             RowRejected: If the row has none, or boxes and points that cannot be read.
         """
-        forms = [name for name in (_POINTS, _BOX, _OBJECTS) if name in values]
+        forms = [name for name in (_POINTS, _BOX, _OBJECTS) if name in values] or filled(values, POLYGONS)[:1]
         if len(forms) != 1:
             columns = ", ".join(values) or "none"
             raise RowRejected(
@@ -161,7 +165,7 @@ class GroundingRows:
                 asked = "Point to every instance of: {name}." + (" Answer as JSON." if tail else "")
                 task = Task(asked, name, self._points(values, name))
             else:
-                task = Task(f"Locate this{tail}: {{name}}", name, (self._box(values[_BOX], _BOX, name),))
+                task = Task(f"Locate this{tail}: {{name}}", name, (self._box(values, "", name),))
             yield frozenset({*forms, column}), task
 
     def _made(self, values: Mapping[str, Any], columns: frozenset[str], task: Task) -> Conversation:
@@ -170,7 +174,8 @@ class GroundingRows:
         if _OBJECTS in columns:
             objects = values[_OBJECTS]
             for entry in objects if isinstance(objects, list) else [objects]:
-                keys.note(entry, frozenset({_BOX, "iscrowd", *_CLASSES}), _HARMLESS_KEYS, f"{_OBJECTS}.")
+                used = {"iscrowd", *_CLASSES, _place(entry) if isinstance(entry, Mapping) else _BOX}
+                keys.note(entry, frozenset(used), _HARMLESS_KEYS, f"{_OBJECTS}.")
         image = only_image(values, images_of(values, self._media, keys), "a box or point")
         prompt = (self._options.prompt or task.prompt).replace("{name}", task.name)
         if self._options.form is AnswerForm.TOKENS:
@@ -194,13 +199,14 @@ class GroundingRows:
         objects = values[_OBJECTS]
         if isinstance(objects, Mapping):
             lists = {key: _list(each, f"{_OBJECTS}.{key}") for key, each in objects.items() if not is_empty(each)}
-            count = len(lists.get(_BOX, []))
+            place = _place(lists)
+            count = len(lists.get(place, []))
             if wrong := next(
                 (key for key in (*_CLASSES, "iscrowd") if len(lists.get(key, [])) not in (0, count)), None
             ):
                 raise RowRejected(
                     Reason.BOX_COUNT_MISMATCH,
-                    f"{_OBJECTS}.{_BOX} has {counted(count, 'entry', 'entries')} and {_OBJECTS}.{wrong} has "
+                    f"{_OBJECTS}.{place} has {counted(count, 'entry', 'entries')} and {_OBJECTS}.{wrong} has "
                     f"{len(lists[wrong])}; they must have equal length",
                 )
             entries = [{key: each[i] for key, each in lists.items() if len(each) == count} for i in range(count)]
@@ -214,7 +220,7 @@ class GroundingRows:
         if entry.get("iscrowd"):
             return ()
         key = next((key for key in _CLASSES if entry.get(key) is not None), _CLASSES[0])
-        return (self._box(entry.get(_BOX), f"{field}.{_BOX}", self._class(entry.get(key), f"{field}.{key}")),)
+        return (self._box(entry, f"{field}.", self._class(entry.get(key), f"{field}.{key}")),)
 
     def _class(self, value: Any, field: str) -> str:
         if isinstance(value, str) and value.strip():
@@ -227,12 +233,22 @@ class GroundingRows:
             f"{field} is {excerpt(value)}, {have}; give the names of the classes in order: -O names=person,bicycle,…",
         )
 
-    def _box(self, value: Any, field: str, name: str) -> BoxPart:
-        unit = self._options.unit or Unit.PIXELS
-        a, b, c, d = _numbers(value, 4, field)
+    def _box(self, values: Mapping[str, Any], parent: str, name: str) -> BoxPart:
+        """Reads the box of a row or object, or that around its polygon."""
+        unit, place = self._options.unit or Unit.PIXELS, _place(values)
+        field = f"{parent}{place}"
+        if place != _BOX:
+            polygon = parse_json(text, field) if isinstance(text := values[place], str) else text  # CSV
+            return BoxPart(box_around(polygon, self._options.polygons, field), unit, label=name, field=field)
+        a, b, c, d = _numbers(values.get(_BOX), 4, field)
         if self._options.boxes is Corners.XYXY:
             return BoxPart((a, b, c, d), unit, label=name, field=field)
         return BoxPart.from_xywh((a, b, c, d), unit=unit, label=name, field=field)
+
+
+def _place(values: Mapping[str, Any]) -> str:
+    """Returns the key of the box, or of the polygon of what has no box."""
+    return next((key for key in (_BOX, *POLYGONS) if not is_empty(values.get(key))), _BOX)
 
 
 def _json_list(found: Sequence[BoxPart | PointPart]) -> Iterator[ContentPart]:

@@ -12,6 +12,7 @@ from preprocess.conversation import ContentPart, Message, TextPart
 from preprocess.grounding import BoxPart, Form, LabelPart, PointPart, Unit, coordinates_fault
 from preprocess.recipes.chat.tools import parse_json
 from preprocess.recipes.keys import KeyLog, is_empty
+from preprocess.recipes.polygons import Polygons, box_around
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
@@ -46,7 +47,7 @@ class RowObjects:
 
 
 def with_objects(
-    values: Mapping[str, Any], messages: tuple[Message, ...], form: BoxForm, keys: KeyLog
+    values: Mapping[str, Any], messages: tuple[Message, ...], form: BoxForm, polygons: Polygons, keys: KeyLog
 ) -> tuple[Message, ...]:
     """Puts the boxes and names of the column ``objects`` in place of their marks, in order.
 
@@ -56,12 +57,13 @@ def with_objects(
         values: The row.
         messages: Its turns.
         form: The form of boxes and names.
+        polygons: Handling of polygons among the boxes.
         keys: Records keys that are not used.
 
     Raises:
         RowRejected: BOX_COUNT_MISMATCH if marks and entries differ in number; BOX_BOUNDS for an entry that is not a
             box or point; MALFORMED_MESSAGES for a column in another form; UNSUPPORTED_CONTENT for marks outside of the
-            content of a turn.
+            content of a turn, and for polygons that are not asked for.
     """
     if COLUMN not in values:
         return messages
@@ -70,7 +72,7 @@ def with_objects(
         keys.note({COLUMN: values[COLUMN]}, frozenset(), frozenset(), "")
         return messages
     _refuse_elsewhere(messages)
-    objects = _read(values[COLUMN], form, keys)
+    objects = _read(values[COLUMN], form, polygons, keys)
     for mark, entries, key in ((_BOX_MARK, objects.boxes, "bbox"), (_NAME_MARK, objects.names, "ref")):
         if (count := found.count(mark)) != len(entries):
             raise RowRejected(
@@ -130,7 +132,7 @@ def _refuse_elsewhere(messages: Iterable[Message]) -> None:
                 )
 
 
-def _read(column: Any, form: BoxForm, keys: KeyLog) -> RowObjects:
+def _read(column: Any, form: BoxForm, polygons: Polygons, keys: KeyLog) -> RowObjects:
     if isinstance(column, str):
         column = parse_json(column, COLUMN)
     if not isinstance(column, Mapping):
@@ -150,7 +152,7 @@ def _read(column: Any, form: BoxForm, keys: KeyLog) -> RowObjects:
     written = Form.LIST if form is BoxForm.LIST else Form.TOKENS
     of_images = images or [0] * len(boxes)
     made = [
-        _box(box, image, f"{COLUMN}.bbox[{i}]", _UNITS[kind], written)
+        _box(box, image, f"{COLUMN}.bbox[{i}]", _UNITS[kind], written, polygons)
         for i, (box, image) in enumerate(zip(boxes, of_images, strict=True))
     ]
     return RowObjects(made, [_name(name, f"{COLUMN}.ref[{i}]", form) for i, name in enumerate(names)])
@@ -165,7 +167,7 @@ def _list(column: Mapping[str, Any], key: str) -> list[Any]:
     return value
 
 
-def _box(values: Any, image: Any, field: str, unit: Unit, form: Form) -> BoxPart | PointPart:
+def _box(values: Any, image: Any, field: str, unit: Unit, form: Form, polygons: Polygons) -> BoxPart | PointPart:
     if fault := coordinates_fault(values):
         raise RowRejected(Reason.BOX_BOUNDS, f"{field}{fault}")
     if type(image) is not int or image < 0:
@@ -177,6 +179,8 @@ def _box(values: Any, image: Any, field: str, unit: Unit, form: Form) -> BoxPart
     if len(values) == 2:
         x, y = values
         return PointPart((x, y), unit, image, form=form, field=field)
+    if len(values) >= 6 and len(values) % 2 == 0:
+        return BoxPart(box_around(values, polygons, field), unit, image, form=form, field=field)
     raise RowRejected(
         Reason.BOX_BOUNDS,
         f"{field} has {counted(len(values), 'number')}: {excerpt(values)}; a box has four ([x1, y1, x2, y2]) and a "

@@ -20,6 +20,7 @@ from preprocess.recipes.chat.videos import RowVideos
 from preprocess.recipes.chat.weights import row_weight, turn_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
 from preprocess.recipes.media import MediaLoader
+from preprocess.recipes.polygons import Polygons
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
 from vlmdata.reasons import Reason
@@ -49,6 +50,9 @@ class ChatOptions(ContentOptions):
         "What replaces the marks `<bbox>` and `<ref-object>` of rows with objects: coordinates as a list and plain "
         "names, or both between the family's tokens for them.",
     ] = BoxForm.LIST
+    polygons: Annotated[
+        Polygons, "Entries of bbox with six numbers or more: reject the row, or learn the box around each polygon."
+    ] = Polygons.REJECT
 
 
 class Chat:
@@ -82,7 +86,7 @@ class Chat:
         images.require_all_used(_UNMARKED)
         videos.require_all_used(_UNMARKED)
         refuse_box_marks(values, messages)
-        messages = with_objects(values, messages, self._options.boxes, keys)
+        messages = with_objects(values, messages, self._options.boxes, self._options.polygons, keys)
         tools = read_tools(values, keys)
         arguments = read_arguments(values, keys)
         return Conversation(

@@ -35,6 +35,7 @@ from preprocess.encode.lengths import image_tokens_of
 from preprocess.encode.variants import with_variants
 from preprocess.recipes.base import Candidate
 from preprocess.recipes.context import RecipeContext
+from preprocess.recipes.polygons import Polygons, box_around
 from preprocess.recode.run import OldDataset
 from preprocess.reject import RowRejected
 from preprocess.retokenize.run import old_config, retokenize_dataset
@@ -62,13 +63,24 @@ def config(name: str = "qwen3_vl", variants: int = 4, kinds: Sequence[VariantKin
     return PreprocessConfig(family=name, image=BOUNDS, variants=variants, variant_kinds=tuple(kinds), **more)
 
 
-def file_of(height: int, width: int, box: Sequence[int], turned: bool = False) -> bytes:
-    """A picture whose box is white and whose other parts are black, turned by EXIF if wanted."""
+def file_of(height: int, width: int, *boxes: Sequence[int], turned: bool = False) -> bytes:
+    """A picture whose boxes are white and whose other parts are black, turned by EXIF if wanted."""
     pixels, file, exif = np.zeros((height, width, 3), np.uint8), io.BytesIO(), Image.Exif()
-    pixels[box[1] : box[3], box[0] : box[2]] = 255
+    for box in boxes:
+        pixels[box[1] : box[3], box[0] : box[2]] = 255
     exif[0x0112] = 6 if turned else 1
     Image.fromarray(np.rot90(pixels) if turned else pixels).save(file, "PNG", exif=exif)
     return file.getvalue()
+
+
+def cross_in(box: Sequence[int]) -> tuple[list[Sequence[int]], list[int]]:
+    """A cross that fills a box: its two bars, and its corners, x and y in turn."""
+    left, top, right, bottom = box
+    across, down = (right - left) // 3, (bottom - top) // 3
+    xs, ys = (left, left + across, right - across, right), (top, top + down, bottom - down, bottom)
+    bars = [(xs[1], ys[0], xs[2], ys[3]), (xs[0], ys[1], xs[3], ys[2])]
+    at = [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (2, 2), (2, 3), (1, 3), (1, 2), (0, 2), (0, 1), (1, 1)]
+    return bars, [number for x, y in at for number in (xs[x], ys[y])]
 
 
 def drawn(pixels: npt.NDArray[np.uint8]) -> list[float]:
@@ -104,14 +116,19 @@ corners = st.tuples(*(st.floats(0.1, 0.4), st.floats(0.1, 0.4), st.floats(0.6, 0
     ),
     kinds=st.sets(st.sampled_from(ALL), min_size=1),
     content=st.integers(),
+    polygon=st.booleans(),
 )
-def test_boxes_follow_their_pixels(name: str, sizes: list[Any], kinds: set[VariantKind], content: int) -> None:
+def test_boxes_follow_their_pixels(
+    name: str, sizes: list[Any], kinds: set[VariantKind], content: int, polygon: bool
+) -> None:
     options, rules = config(name, kinds=tuple(kinds)), family(name)
     assert rules.grounding is not None
     images, boxes = [], []
     for number, (height, width, turned, shares) in enumerate(sizes):
         box = tuple(round(share * side) for share, side in zip(shares, (width, height) * 2, strict=True))
-        images.append(ImagePart(file_of(height, width, box, turned)))
+        bars, corners_of = cross_in(box)
+        images.append(ImagePart(file_of(height, width, *(bars if polygon else [box]), turned=turned)))
+        box = box_around(corners_of, Polygons.BOX, "quad") if polygon else box
         middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
         boxes += [BoxPart(box, image=number), TextPart(" "), PointPart(middle, image=number), TextPart(" ")]
     made = Conversation((Message("user", tuple(images)), Message("assistant", tuple(boxes))))
