@@ -6,8 +6,9 @@ the data's text would teach something that is not in the data. So every row is c
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,8 +46,21 @@ def require_conversation(
     for message in conversation.messages:
         if message.role == "system" and missing_piece([message.text], text) is not None:
             raise template_error(f"left out the system prompt {excerpt(message.text, 60)!r}")
+    _require_tools(conversation, text)
     for number, stretch in enumerate(_stretches(conversation)):
         _require_stretch(number, stretch, text, tokens, turns, tokenizer)
+
+
+def _require_tools(conversation: Conversation, text: str) -> None:
+    """Checks that the text names the offered tools: some templates write none."""
+    for tool in conversation.tools:
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and name.strip() not in text and json.dumps(name)[1:-1] not in text:
+            raise template_error(
+                f"left out the definition of the tool {excerpt(name, 60)!r}. Drop the tools of the row, or use a "
+                "template that writes them"
+            )
 
 
 def template_error(message: str) -> RowRejected:

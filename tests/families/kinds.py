@@ -31,6 +31,7 @@ class Kind:
     marks: tuple[str, ...]  # texts of special tokens
     ending: str  # text that ends an assistant turn, as it is learned
     trimmed: bool  # whether the template trims messages
+    writes_tools: bool  # whether the template writes definitions of tools, and has ``enable_thinking``
 
 
 KINDS = {
@@ -42,6 +43,7 @@ KINDS = {
         ("<IMG_CONTEXT>", "<img>", "</img>", "<video>", "<|im_start|>assistant\n", "<|im_end|>"),
         "<|im_end|>\n",
         trimmed=False,
+        writes_tools=False,
     ),
     "gemma4": Kind(
         "gemma4",
@@ -60,6 +62,7 @@ KINDS = {
         ),
         "<turn|>\n",
         trimmed=True,
+        writes_tools=True,
     ),
 }
 
@@ -78,12 +81,17 @@ PICTURES = [
     ImagePart(_special("RGB", 6)),
     ImagePart(_special("RGBA", 1)),
 ]
+#: Arguments of a template for thinking.
+ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
 @st.composite
 def conversations(draw: st.DrawFn, kind: Kind) -> Conversation:
-    """Turns with images between texts, of any text, empty turns and the texts of special tokens among them."""
+    """Turns with images between texts, of any text, empty turns and the texts of special tokens among them.
+
+    Some have tools, and some turns have reasoning. Empty answers are not learned.
+    """
     words = texts | st.sampled_from(["\n\n", " ", "", *kind.marks])
     messages = []
     if draw(st.booleans()):
@@ -92,8 +100,20 @@ def conversations(draw: st.DrawFn, kind: Kind) -> Conversation:
         contents = draw(st.lists(words | st.sampled_from(PICTURES), min_size=1, max_size=4))
         parts = tuple(TextPart(part) if isinstance(part, str) else part for part in contents)
         messages.append(Message("user", parts))
-        messages.append(Message("assistant", (TextPart(draw(texts) + "." + draw(words)),)))
-    return Conversation(tuple(messages))
+        answer, reasoning = draw(texts) + "." + draw(words), draw(st.none() | texts)
+        if draw(st.integers(0, 4)) == 0:
+            answer = draw(st.sampled_from(["", " ", "\n"]))
+        messages.append(
+            Message("assistant", (TextPart(answer),), reasoning, loss_weight=1.0 if answer.strip() else 0.0)
+        )
+    if not kind.writes_tools:
+        return Conversation(tuple(messages))
+    functions = draw(st.lists(st.builds(_tool, texts, texts), max_size=2))
+    return Conversation(tuple(messages), tuple(functions), template_arguments=draw(st.sampled_from(ARGUMENTS)))
+
+
+def _tool(name: str, description: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description}}
 
 
 def of_the_processor(kind: Kind, hf: Any, conversation: Conversation) -> Any:
@@ -108,8 +128,16 @@ def of_the_processor(kind: Kind, hf: Any, conversation: Conversation) -> Any:
             if isinstance(part, TextPart | ImagePart)
         ]
         # As rendered for us: texts alone are one string.
-        messages.append({"role": message.role, "content": content if any(message.images) else message.text})
-    return kind.processor(hf).apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+        made = {"role": message.role, "content": content if any(message.images) else message.text}
+        messages.append(made if message.reasoning is None else made | {"reasoning_content": message.reasoning})
+    return kind.processor(hf).apply_chat_template(
+        messages,
+        tools=list(conversation.tools) or None,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        **conversation.template_arguments,
+    )
 
 
 def _opened(part: ImagePart) -> Image.Image:
@@ -122,4 +150,8 @@ def _opened(part: ImagePart) -> Image.Image:
 
 def spoken(conversation: Conversation) -> str:
     """All that a conversation says."""
-    return "".join(message.text for message in conversation.messages)
+    written = [message.text + (message.reasoning or "") for message in conversation.messages]
+    defined = [
+        text for tool in conversation.tools for text in (tool["function"]["name"], tool["function"]["description"])
+    ]
+    return "".join(written + defined)

@@ -92,10 +92,22 @@ def test_more_tiles_than_allowed_are_refused_in_the_data() -> None:
         encode_image(part, ImageConfig(), FAMILY, "image")
 
 
-def test_calls_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
-    encoder = Encoder(
-        PreprocessConfig(family="internvl"), load_tokenizer(write_tokenizer(tmp_path / "tokenizer"), None, "internvl")
-    )
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    folder = write_tokenizer(tmp_path_factory.mktemp("internvl") / "tokenizer")
+    return Encoder(PreprocessConfig(family="internvl"), load_tokenizer(folder, None, "internvl"))
+
+
+def test_tools_that_the_template_leaves_out_are_refused(encoder: Encoder) -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks."}}
+    talk = (Message("user", (TextPart("?"),)), Message("assistant", (TextPart("b"),)))
+    with pytest.raises(
+        RowRejected, match=r"left out the definition of the tool 'look'\. Drop the tools of the row, or"
+    ):
+        encoder.encode(Conversation(talk, tools=(tool,)))
+
+
+def test_calls_that_the_template_leaves_out_are_refused(encoder: Encoder) -> None:
     calls = ({"name": "look", "arguments": {}},)
     talk = Conversation((Message("user", (TextPart("?"),)), Message("assistant", (), tool_calls=calls)))
     with pytest.raises(RowRejected, match=r"left out the call of the tool 'look' in assistant turn 1\. Drop rows"):

@@ -86,11 +86,15 @@ def made(kind: Kind, folder: str, source: Path, tmp_path_factory: pytest.TempPat
     return make
 
 
+def _teaches(conversation: Conversation) -> bool:
+    return any(message.loss_weight for message in conversation.answers)
+
+
 class TestSamples:
     @settings(max_examples=25, deadline=None)
     @given(data=st.data())
     def test_equal_those_of_transformers_processor(self, kind: Kind, encoder: Encoder, data: st.DataObject) -> None:
-        conversation = data.draw(conversations(kind))
+        conversation = data.draw(conversations(kind).filter(_teaches))
         sample, rules = encoder.encode(conversation), encoder.config.model_family
         n, tokens = sample.length, sum(item.tokens for item in sample.items)
         is_image = sample.input_ids[:n] == encoder.tokenizer.info.image
@@ -112,12 +116,13 @@ class TestSamples:
     def test_learn_answers_with_their_ends_and_nothing_else(
         self, kind: Kind, encoder: Encoder, data: st.DataObject
     ) -> None:
-        conversation = data.draw(conversations(kind))
+        conversation = data.draw(conversations(kind).filter(_teaches))
         sample = encoder.encode(conversation)
         n, hf = sample.length, encoder.tokenizer.hf
         edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask[:n], [0]]).astype(np.int8)))
         runs = [hf.decode(sample.input_ids[a:b]) for a, b in edges.reshape(-1, 2)]
-        answers = [message.text.strip() if kind.trimmed else message.text for message in conversation.answers]
+        learned = [message for message in conversation.answers if message.loss_weight]
+        answers = [message.text.strip() if kind.trimmed else message.text for message in learned]
         normal = hf.backend_tokenizer.normalizer
         assert runs == [(normal.normalize_str(each) if normal else each) + kind.ending for each in answers]
 
