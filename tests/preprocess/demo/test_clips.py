@@ -56,7 +56,7 @@ def test_clips_and_chats_are_a_source(tmp_path: Path, monkeypatch: pytest.Monkey
         parts = [part for each in demo_conversation(number)[0] for part in each["content"]]
         assert told == [part["text"] for part in parts if part["type"] == "text"]
     write_demo_clips(tmp_path / "two", 2)
-    # Once in some hundred runs on a busy machine, x264 wrote a byte of another value; so frames, not files, are compared.
+    # On a busy machine x264 once wrote a byte of another value, so frames are compared and not files.
     for again in (tmp_path / "two" / "clips").iterdir():
         first, second = (_frames_of(folder / again.name) for folder in (tmp_path / "one" / "clips", again.parent))
         assert np.abs(first.astype(int) - second).mean() < 0.5
