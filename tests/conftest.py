@@ -22,6 +22,7 @@ from PIL import Image
 
 from tests import forked, property_tests
 from tests.object_store import object_store, object_store_server  # noqa: F401
+from tests.proxy import proxy  # noqa: F401
 
 property_tests.load_profiles()
 gc.disable()  # until all is collected: each time, the collector would look through what was imported so far

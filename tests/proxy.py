@@ -1,4 +1,4 @@
-"""A real HTTP proxy in front of an object store's server, and what goes wrong on the way."""
+"""An HTTP proxy in front of an object store's server: it counts requests, and fails as servers and networks do."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from urllib.parse import urlsplit
+
+import pytest
+
+from tests.object_store import ObjectStore, forget_file_systems
+
+#: Headers that concern one connection only.
+_HOP = frozenset({"connection", "transfer-encoding", "keep-alive", "date", "server"})
 
 
 @dataclass(frozen=True)
@@ -32,31 +40,52 @@ class Trouble:
     without: tuple[str, ...] = ()
 
 
+#: What goes wrong in networks and passes.
+FAULTS = (Trouble(status=500), Trouble(status=503), Trouble(cut=True), Trouble(delay=0.3))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request.
+
+    Attributes:
+        method: Of HTTP.
+        path: Without the query.
+        query: What follows the path.
+        range: The value of its ``Range`` header; empty without.
+        sent: Bytes of the answer's body.
+    """
+
+    method: str
+    path: str
+    query: str
+    range: str
+    sent: int = 0
+
+
 @dataclass
 class Proxy:
-    """A proxy that is running.
+    """A running proxy.
 
     Attributes:
         endpoint: Its URL.
-        trouble: Decides what happens to a request, by its number, method and path with query; None is nothing.
-        requests: Method and path of every request so far.
+        trouble: Decides what happens to a request, by its number and itself; None is nothing.
+        requests: Those that were answered, with or without trouble.
     """
 
-    endpoint: str
-    trouble: Callable[[int, str, str], Trouble | None] = lambda number, method, path: None
-    requests: list[tuple[str, str]] = field(default_factory=list)
+    endpoint: str = ""
+    trouble: Callable[[int, Request], Trouble | None] = lambda number, request: None
+    requests: list[Request] = field(default_factory=list)
+
+    def gets(self, name: str) -> list[Request]:
+        """Reads of objects whose names end so."""
+        return [each for each in self.requests if each.method == "GET" and each.path.endswith(name) and not each.query]
 
 
 @contextmanager
-def troubled(upstream: str) -> Iterator[Proxy]:
-    """Runs a proxy to a server until the block is left.
-
-    Args:
-        upstream: URL of the server.
-    """
-    proxy = Proxy("")
-    target = urlsplit(upstream)
-    lock = threading.Lock()
+def proxying(upstream: str) -> Iterator[Proxy]:
+    """Runs a proxy to a server, given by its URL, until the block is left."""
+    running, numbers, target = Proxy(), count(), urlsplit(upstream).netloc
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -65,26 +94,23 @@ def troubled(upstream: str) -> Iterator[Proxy]:
             pass
 
         def _pass_on(self) -> None:
-            with lock:
-                number = len(proxy.requests)
-                proxy.requests.append((self.command, self.path))
-            trouble = proxy.trouble(number, self.command, self.path) or Trouble()
+            path, _, query = self.path.partition("?")
+            request = Request(self.command, path, query, self.headers.get("Range", ""))
+            trouble = running.trouble(next(numbers), request) or Trouble()
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             time.sleep(trouble.delay)
             if trouble.status:
                 content = f"<Error><Code>{trouble.code}</Code><Message>in the proxy</Message></Error>".encode()
-                self._answer(trouble.status, {"Content-Type": "application/xml"}, content, cut=False)
-                return
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in trouble.without}
-            connection = http.client.HTTPConnection(str(target.hostname), target.port)
-            try:
-                connection.request(self.command, self.path, body, headers)
-                response = connection.getresponse()
-                content = response.read()
-                kept = {name: value for name, value in response.getheaders() if name.lower() not in _HOP}
-            finally:
-                connection.close()
-            self._answer(response.status, kept, content, cut=trouble.cut)
+                status, kept = trouble.status, {"Content-Type": "application/xml"}
+            else:
+                headers = {name: value for name, value in self.headers.items() if name.lower() not in trouble.without}
+                with closing(http.client.HTTPConnection(target, timeout=60)) as connection:
+                    connection.request(self.command, self.path, body, headers)
+                    response = connection.getresponse()
+                    content, status = response.read(), response.status
+                    kept = {name: value for name, value in response.getheaders() if name.lower() not in _HOP}
+            running.requests.append(replace(request, sent=len(content)))
+            self._answer(status, kept, content, trouble.cut)
 
         def _answer(self, status: int, headers: dict[str, str], content: bytes, cut: bool) -> None:
             self.send_response(status)
@@ -93,15 +119,15 @@ def troubled(upstream: str) -> Iterator[Proxy]:
             for name, value in headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", length if self.command == "HEAD" else str(len(content)))
+            if not cut or content:
+                self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content[: len(content) // 2] if cut else content)
             if cut:
                 self.wfile.flush()
                 self.close_connection = True
                 with suppress(OSError):
                     self.connection.shutdown(socket.SHUT_RDWR)
-                return
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
 
@@ -112,13 +138,18 @@ def troubled(upstream: str) -> Iterator[Proxy]:
             pass  # the other end may be killed at any moment
 
     with Server(("127.0.0.1", 0), Handler) as server:
-        proxy.endpoint = f"http://127.0.0.1:{server.server_port}"
+        running.endpoint = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield proxy
+            yield running
         finally:
             server.shutdown()
 
 
-#: Headers that concern one connection only.
-_HOP = frozenset({"connection", "transfer-encoding", "keep-alive", "date", "server"})
+@pytest.fixture
+def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """What this process and those that it starts take for the object store's server."""
+    with proxying(object_store.endpoint) as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
+        forget_file_systems()
+        yield running

@@ -39,9 +39,18 @@ class ProcessorFiles:
         size = {"shortest_edge": bounds[0], "longest_edge": bounds[1]}
         return {**kind, "size": size, **own, **constants}
 
-    def video_file(self, constants: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the content of ``video_preprocessor_config.json``, with how videos are sampled and resized."""
+    def video_file(self, constants: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of ``video_preprocessor_config.json``.
+
+        Args:
+            constants: Mean, deviation and patch sizes.
+            made: How videos are sampled and resized: fields of :class:`vlmdata.families.video.VideoSettings`.
+        """
         kind = {"processor_class": self.processor, "video_processor_type": self.videos}
+        settings = {name: made[name] for name in ("fps", "min_frames", "max_frames")}
+        settings["size"] = {"shortest_edge": made["min_pixels"], "longest_edge": made["max_pixels"]}
+        if made["cap_pixels_per_frame"]:
+            settings["cap_pixels_per_frame"] = True
         return {**kind, **settings, **constants}
 
     def image_bounds(self, content: Mapping[str, Any]) -> tuple[int, int]:

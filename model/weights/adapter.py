@@ -35,9 +35,9 @@ from model.weights.convert import (
     read_piece,
 )
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
-from model.weights.hf_folder import CONFIG, config_for, copy_small_files, read_json, with_dtypes
+from model.weights.hf_folder import CONFIG, config_for, read_json, with_dtypes
 from model.weights.hf_load import holds_prediction, table_of
-from model.weights.hf_processor import choose_dataset, opened, write_processor
+from model.weights.hf_processor import choose_dataset, complete
 from model.weights.output import reading_from, writing_to
 
 
@@ -140,10 +140,7 @@ def merge(
         return whole
 
     with writing_to(out) as folder:
-        copy_small_files(base, folder)
-        if chosen is not None:
-            with opened(chosen) as dataset:
-                write_processor(dataset, spec_of(architecture).processor, folder)
+        complete(folder, base, chosen, architecture)
         write_tensors(folder, planned, tensor, file_bytes, progress)
         (folder / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
     total = sum(each.bytes for each in planned.values())

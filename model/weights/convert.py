@@ -34,9 +34,9 @@ from model.weight_names.table import ParameterMap, canonical_names, hf_names
 from model.weight_names.vision import VISUAL
 from model.weights.checksums import require_sound, write_checksums
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, require_none, write_tensors
-from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
+from model.weights.hf_folder import CONFIG, architecture_in, config_for, read_json, with_dtypes
 from model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
-from model.weights.hf_processor import choose_dataset, opened, write_processor
+from model.weights.hf_processor import choose_dataset, complete
 from model.weights.output import reading_from, writing_to
 from model.weights.store import StreamingSave
 
@@ -169,11 +169,7 @@ def to_hf(
         return parts[0] if whole else torch.stack(parts)
 
     with writing_to(out) as folder:
-        if like is not None:
-            copy_small_files(like, folder)
-        if chosen is not None:
-            with opened(chosen) as dataset:
-                write_processor(dataset, spec_of(architecture).processor, folder)
+        complete(folder, like, chosen, architecture)
         write_tensors(folder, planned, tensor, file_bytes, progress)
         (folder / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
     total = sum(each.bytes for each in planned.values())

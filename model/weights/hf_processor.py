@@ -16,6 +16,7 @@ from model.architecture import Architecture
 from model.families import spec_of
 from model.families.processors import ProcessorFiles
 from model.weights.hf_files import WeightsError
+from model.weights.hf_folder import copy_small_files
 from vlmdata.errors import VlmdataError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
@@ -151,7 +152,23 @@ def _require_vocabulary(dataset: DatasetFiles, architecture: Architecture) -> No
         )
 
 
-def write_processor(dataset: DatasetFiles, files: ProcessorFiles, out: Path) -> None:
+def complete(folder: Path, like: Path | None, data: str | None, architecture: Architecture) -> None:
+    """Writes all files of a Hugging Face folder but weights and ``config.json``.
+
+    Args:
+        folder: The folder.
+        like: A Hugging Face folder whose files are copied.
+        data: The dataset that :func:`choose_dataset` returned.
+        architecture: The architecture of the model.
+    """
+    if like is not None:
+        copy_small_files(like, folder)
+    if data is not None:
+        with opened(data) as dataset:
+            _write_processor(dataset, spec_of(architecture).processor, folder)
+
+
+def _write_processor(dataset: DatasetFiles, files: ProcessorFiles, out: Path) -> None:
     """Writes tokenizer, chat template, processor and generation settings, replacing existing files."""
     for file in sorted(dataset.tokenizer.rglob("*")):
         if file.is_file():
@@ -170,7 +187,7 @@ def write_processor(dataset: DatasetFiles, files: ProcessorFiles, out: Path) -> 
     _write(out / _GENERATION, _generation(out / _GENERATION, stops, tokenizer.pad))
 
 
-def _video_settings(manifest: Manifest) -> dict[str, Any]:
+def _video_settings(manifest: Manifest) -> Mapping[str, Any]:
     """Returns how the processor samples and resizes videos: as the dataset did, or as published checkpoints do.
 
     The latter also if qwen-vl-utils did, which hands sampled and resized frames to the processor.
@@ -178,10 +195,7 @@ def _video_settings(manifest: Manifest) -> dict[str, Any]:
     rules = manifest.model_family.video
     assert rules is not None  # families that the trainer builds have videos
     recorded = manifest.video_options  # datasets of older versions have none
-    made = recorded if recorded and "sampler" not in recorded else dataclasses.asdict(rules.defaults)
-    settings = {name: made[name] for name in ("fps", "min_frames", "max_frames")}
-    settings["size"] = {"shortest_edge": made["min_pixels"], "longest_edge": made["max_pixels"]}
-    return settings | ({"cap_pixels_per_frame": True} if made["cap_pixels_per_frame"] else {})
+    return recorded if recorded and "sampler" not in recorded else dataclasses.asdict(rules.defaults)
 
 
 def _generation(path: Path, stops: list[int], pad: int) -> dict[str, Any]:

@@ -272,10 +272,10 @@ def _plan(
     try:
         size = rules.size(count, *file_size, bounded, family)
     except AspectRatioError as error:
-        stored = f"{file_size[1]}x{file_size[0]} pixels"
-        if str(error).startswith(stored):
+        if error.size == file_size:
             raise
-        raise AspectRatioError(f"frames of {stored}, enlarged to {error}") from error
+        enlarged = f"frames of {file_size[1]}x{file_size[0]} pixels, enlarged to {error}"
+        raise RowRejected(Reason.ASPECT_RATIO, f"{part.field}: {enlarged}") from error
     seconds = seconds_per_patch(count, total, rate, temporal)
     told = {"patch_seconds": list(patch_times), "seconds_per_patch": seconds}
     origin |= {"frames": numbers, "seconds": list(times), **told}

@@ -72,8 +72,8 @@ FRAMEWORKS = {
         "LLaMA-Factory", "llamafactory", ("llamafactory.train.sft.workflow",), after="trainer", state=True, saved=True
     ),
 }
-#: Epochs of 3, 4 and 3 steps of 32 random samples.
-SETTINGS: dict[str, Any] = {"capacity": 600, "global_batch": 4, "max_patches": 640}
+#: Epochs of 3, 3 and 4 steps of 32 random samples: packs of windows are more in some epochs.
+SETTINGS: dict[str, Any] = {"capacity": 600, "global_batch": 4, "max_patches": 640, "shuffle_window": 2}
 TOTAL, STOP = 10, 5
 
 #: Of each batch: epoch, step, micro-batch, sample keys, number of images.

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,8 +110,3 @@ def wait_until(true: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def tree_size(folder: Path) -> int:
-    """Bytes of all cached shards in a folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.tar"))

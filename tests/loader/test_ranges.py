@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
-from tests.faulty_proxy import FAULTS, FaultyProxy, proxying
 from tests.loader.helpers import assert_same, epoch_of, stream
 from tests.loader.rows import chat_rows
 from tests.object_store import ObjectStore, forget_file_systems
+from tests.proxy import FAULTS, Proxy, Trouble
 from vlmdata.errors import ChangedDataError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, Reading
@@ -41,16 +41,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_READ_THROUGH", 4096)
 
 
-@pytest.fixture
-def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """What this process and its workers take for the server."""
-    with proxying(object_store.endpoint) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
-        forget_file_systems()
-        yield running
-
-
-def shard_reads(proxy: FaultyProxy) -> list[Any]:
+def shard_reads(proxy: Proxy) -> list[Any]:
     return [each for each in proxy.requests if each.method == "GET" and each.path.endswith(".tar")]
 
 
@@ -76,7 +67,7 @@ def test_batches_are_those_of_the_folder(
     assert not list((tmp_path / "cache").rglob("*.tar"))
 
 
-def test_a_rank_fetches_little_more_than_it_uses(chat: Path, object_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_a_rank_fetches_little_more_than_it_uses(chat: Path, object_store: ObjectStore, proxy: Proxy) -> None:
     place = object_store.put(chat)
     shards = sum(path.stat().st_size for path in chat.glob("*.tar"))
     with stream(place, fetch="ranges", dp_size=4, parts=["tokens", "pixels"]) as loader:
@@ -90,25 +81,25 @@ def test_a_rank_fetches_little_more_than_it_uses(chat: Path, object_store: Objec
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_requests_that_fail_are_repeated(chat: Path, object_store: ObjectStore, proxy: FaultyProxy, fault: str) -> None:
+def test_requests_that_fail_are_repeated(chat: Path, object_store: ObjectStore, proxy: Proxy, fault: Trouble) -> None:
     place = object_store.put(chat)
-    proxy.fault = lambda number, method, path: fault if path.endswith(".tar") and number % 3 == 0 else None
+    proxy.trouble = lambda number, request: fault if request.path.endswith(".tar") and number % 3 == 0 else None
     assert_same(epoch_of(place, fetch="ranges"), epoch_of(chat))
     assert len(shard_reads(proxy)) > 8
 
 
 def test_a_server_that_stays_away_is_named(
-    chat: Path, object_store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    chat: Path, object_store: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore waits for seconds between its own
     forget_file_systems()
     place = object_store.put(chat)
     with stream(place, fetch="ranges") as loader:
-        proxy.fault = lambda number, method, path: "error 503"
+        proxy.trouble = lambda number, request: Trouble(status=503)
         message = rf"{place}/shard-\d+\.tar: bytes \d+ to \d+ cannot be fetched, 4 attempts: \w+"
         with pytest.raises(DatasetFormatError, match=message):
             next(iter(loader))
-        proxy.fault = lambda number, method, path: None
+        proxy.trouble = lambda number, request: None
         assert_same(loader, epoch_of(chat))  # the loader goes on from there
 
 

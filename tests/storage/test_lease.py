@@ -13,8 +13,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.object_store import ObjectStore, forget_file_systems
-from tests.proxy import Trouble, troubled
+from tests.object_store import ObjectStore
+from tests.proxy import Proxy, Trouble
 from vlmdata.errors import ResourceError
 from vlmdata.storage import LockedError, Store, lease, open_store
 from vlmdata.storage.lease import OwnLock
@@ -204,7 +204,7 @@ def _check_until(check, seconds):
 
 @pytest.mark.parametrize("without", [(), ("if-none-match",)], ids=["conditional puts", "none"])
 def test_of_runs_that_begin_at_once_no_two_go_on(
-    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]
+    object_store: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(lease, "_SETTLING", 5.0)
     holders: list[int] = []
@@ -220,13 +220,10 @@ def test_of_runs_that_begin_at_once_no_two_go_on(
                 pass
             ending.wait()
 
-    with troubled(object_store.endpoint) as proxy:
-        proxy.trouble = lambda number, method, path: Trouble(without=without)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        forget_file_systems()
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    proxy.trouble = lambda number, request: Trouble(without=without)
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert len(holders) <= 1

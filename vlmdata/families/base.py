@@ -24,7 +24,19 @@ _LEAST_TOKENS, _MOST_TOKENS = 4, 16_384
 
 
 class AspectRatioError(ValueError):
-    """An image has an aspect ratio that the family's processor rejects."""
+    """A picture has an aspect ratio that the family's processor rejects.
+
+    Attributes:
+        size: Its (height, width) in pixels.
+    """
+
+    def __init__(self, height: int, width: int, most: float) -> None:
+        super().__init__(height, width, most)  # the arguments, so that it can be pickled
+        self.size, self._most = (height, width), most
+
+    def __str__(self) -> str:
+        height, width = self.size
+        return f"{width}x{height} pixels: aspect ratio {max(self.size) / min(self.size):.1f}, over {self._most:g}"
 
 
 class ImageBoundsError(ValueError):
@@ -203,9 +215,8 @@ class Family:
         Raises:
             AspectRatioError: If the aspect ratio is above :attr:`max_aspect_ratio`.
         """
-        ratio = max(height, width) / min(height, width)
-        if ratio > self.max_aspect_ratio:
-            raise AspectRatioError(f"{width}x{height} pixels: aspect ratio {ratio:.1f}, over {self.max_aspect_ratio:g}")
+        if max(height, width) / min(height, width) > self.max_aspect_ratio:
+            raise AspectRatioError(height, width, self.max_aspect_ratio)
 
     def views(self, height: int, width: int, size: tuple[int, int]) -> tuple[View, ...]:
         """Returns the pictures of an image, each an item. Their placeholders stand together between one pair of marks.

@@ -23,6 +23,13 @@ def _collecting(frames: list[np.ndarray], *_: object) -> Callable[[int, np.ndarr
     return lambda _, pixels: frames.append(pixels.copy())
 
 
+def _frames_of(path: Path) -> np.ndarray:
+    """All frames, uint8 (n, height, width, 3)."""
+    frames: list[np.ndarray] = []
+    sample_video(path.read_bytes(), lambda each: np.arange(len(each)), partial(_collecting, frames))
+    return np.stack(frames)
+
+
 def test_clips_and_chats_are_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clips, "SECONDS", 1)
     chats = write_demo_clips(tmp_path / "one", 3)
@@ -49,7 +56,8 @@ def test_clips_and_chats_are_a_source(tmp_path: Path, monkeypatch: pytest.Monkey
         parts = [part for each in demo_conversation(number)[0] for part in each["content"]]
         assert told == [part["text"] for part in parts if part["type"] == "text"]
     write_demo_clips(tmp_path / "two", 2)
-    for file in files:
-        again = tmp_path / "two" / "clips" / file.name
-        assert not again.exists() or again.read_bytes() == file.read_bytes()
+    # On a busy machine x264 once wrote a byte of another value, so frames are compared and not files.
+    for again in (tmp_path / "two" / "clips").iterdir():
+        first, second = (_frames_of(folder / again.name) for folder in (tmp_path / "one" / "clips", again.parent))
+        assert np.abs(first.astype(int) - second).mean() < 0.5
     assert len(list((tmp_path / "two" / "clips").iterdir())) == 2

@@ -21,8 +21,8 @@ from preprocess.reject import RowRejected
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import encoded_image, tree_bytes
-from tests.faulty_proxy import FaultyProxy, proxying
-from tests.object_store import ObjectStore, forget_file_systems
+from tests.object_store import forget_file_systems
+from tests.proxy import Request, Trouble
 from vlmdata import attempts
 from vlmdata.errors import SourceError
 from vlmdata.format.schema import IMAGE_FILES_NAME, LEDGER_NAME, MANIFEST_NAME
@@ -81,14 +81,6 @@ def test_a_dataset_of_images_in_a_bucket_is_that_of_images_on_disk(tmp_path, obj
     assert made(f"{there}/chats.jsonl", tmp_path / "beside", None) == here
 
 
-@pytest.fixture
-def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with proxying(object_store.endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        forget_file_systems()
-        yield proxy
-
-
 def test_a_fetch_that_fails_for_good_is_in_the_ledger_with_row_and_url(
     tmp_path, object_store, images, proxy, monkeypatch
 ):
@@ -96,7 +88,7 @@ def test_a_fetch_that_fails_for_good_is_in_the_ledger_with_row_and_url(
     forget_file_systems()
     root = object_store.put(images)
     rows = chats(tmp_path / "chats.jsonl", ["a.png", "sub/b.png", "c.png"])
-    proxy.fault = lambda number, method, path: "error 503" if path.endswith("/b.png") else None
+    proxy.trouble = lambda number, request: Trouble(status=503) if request.path.endswith("/b.png") else None
     (line,) = made(str(rows), tmp_path / "out", root)[LEDGER_NAME].splitlines()
     rejection = json.loads(line)
     assert (rejection["row"], rejection["reason"]) == (1, "image_fetch")
@@ -112,22 +104,22 @@ def test_images_are_fetched_side_by_side_but_not_all_at_once(tmp_path, object_st
     rows = chats(tmp_path / "chats.jsonl", [f"{n}.png" for n in range(40)])
     at_once, most, lock = 0, 0, threading.Lock()
 
-    def fault(number: int, method: str, path: str) -> str | None:
+    def trouble(number: int, request: Request) -> Trouble | None:
         nonlocal at_once, most
-        if not path.endswith(".png"):
+        if not request.path.endswith(".png"):
             return None
         with lock:
             at_once += 1
             most = max(most, at_once)
         threading.Timer(0.05, leave).start()
-        return "slow" if number % 10 == 0 else None
+        return Trouble(delay=0.3) if number % 10 == 0 else None
 
     def leave() -> None:
         nonlocal at_once
         with lock:
             at_once -= 1
 
-    proxy.fault = fault
+    proxy.trouble = trouble
     made(str(rows), tmp_path / "out", root)
     assert 1 < most <= 16
     assert len([each for each in proxy.requests if each.path.endswith(".png")]) == 40, "each was fetched once"

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from tests.chat_rows import write_jsonl
 from tests.conftest import cord_row, encoded_image, tree_bytes, write_cord_parquet
 from tests.forked import Forked
 from tests.loader.helpers import assert_same, epoch_of
-from tests.object_store import ObjectStore, forget_file_systems
+from tests.object_store import ObjectStore
 from tests.preprocess.command_line import SMALL_IMAGES, Ended, environment
-from tests.proxy import Proxy, Trouble, troubled
+from tests.proxy import Proxy, Request, Trouble
 from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.storage import open_store, upload
@@ -61,15 +61,6 @@ def on_disk(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(object_store: ObjectStore) -> str:
     return f"{object_store.url}/made/here"
-
-
-@pytest.fixture
-def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """What commands and this process now take for the server."""
-    with troubled(object_store.endpoint) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
-        forget_file_systems()
-        yield running
 
 
 def make(source: Path, place: str, **options: object) -> RunResult:
@@ -119,8 +110,9 @@ def test_killed_in_the_middle_of_an_upload_is_continued(
 ) -> None:
     reached, killed = threading.Event(), threading.Event()
 
-    def hold_back(number: int, method: str, path: str) -> Trouble | None:
-        if method == "PUT" and "shard-000001.tar" in path and "partNumber=2" in path and not killed.is_set():
+    def hold_back(number: int, request: Request) -> Trouble | None:
+        part = request.method == "PUT" and "shard-000001.tar" in request.path and "partNumber=2" in request.query
+        if part and not killed.is_set():
             reached.set()
             killed.wait(60)
             return Trouble(status=503)
@@ -156,9 +148,9 @@ def test_a_store_that_answers_badly_and_cuts_connections_is_asked_again(
 
     completed: set[str] = set()
 
-    def every_fifth(number: int, method: str, path: str) -> Trouble | None:
-        if method == "POST" and "uploadId" in path and path not in completed:
-            completed.add(path)
+    def every_fifth(number: int, request: Request) -> Trouble | None:
+        if request.method == "POST" and "uploadId" in request.query and request.path not in completed:
+            completed.add(request.path)
             return Trouble(cut=True)  # it is done, but nobody is told
         return troubles[number // 5 % len(troubles)] if number % 5 == 2 else None
 
@@ -176,14 +168,13 @@ def test_a_store_that_stays_away_ends_the_run_clearly_and_resumably(
 
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    away = lambda number, method, path: Trouble(status=500) if "shard-000001.tar" in path else None  # noqa: E731
-    proxy.trouble = away
+    proxy.trouble = lambda number, request: Trouble(status=500) if "shard-000001.tar" in request.path else None
     with pytest.raises(ResourceError) as caught:
         make(source, place)
     assert str(caught.value).startswith(f"{place}/shard-000001.tar: cannot be written: ")
     assert "Finished work is kept; run the same command again" in str(caught.value)
     assert "manifest.json" not in in_bucket(object_store, place)
-    proxy.trouble = lambda number, method, path: None
+    proxy.trouble = lambda number, request: None
     assert make(source, place).kept == 1
     assert in_bucket(object_store, place) == tree_bytes(on_disk)
     assert uploads(object_store) == []
@@ -232,8 +223,8 @@ class TestTheCommand:
     def test_names_place_and_remedy_if_rights_are_missing(
         self, vlmdata: Callable[..., Ended], source: Path, place: str, proxy: Proxy
     ) -> None:
-        proxy.trouble = lambda number, method, path: (
-            Trouble(status=403, code="AccessDenied") if method == "PUT" else None
+        proxy.trouble = lambda number, request: (
+            Trouble(status=403, code="AccessDenied") if request.method == "PUT" else None
         )
         ended = vlmdata("preprocess", source, "--out", place, "-j", 1, *SMALL_IMAGES)
         assert ended.code == 3

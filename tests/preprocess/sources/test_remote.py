@@ -23,9 +23,9 @@ from preprocess.sources import counting, data_files, webdataset
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
-from tests.faulty_proxy import FAULTS, FaultyProxy, proxying
 from tests.object_store import ObjectStore, forget_file_systems
 from tests.preprocess.command_line import SMALL_IMAGES
+from tests.proxy import FAULTS, Request, Trouble
 from vlmdata import attempts
 from vlmdata.errors import SourceError
 from vlmdata.format.schema import MANIFEST_NAME
@@ -153,15 +153,6 @@ def test_a_missing_package_is_named():
         open_source("gs://bucket/rows.jsonl")
 
 
-@pytest.fixture
-def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """Stands between this process and the bucket."""
-    with proxying(object_store.endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        forget_file_systems()
-        yield proxy
-
-
 class TestRequests:
     def test_counting_reads_footers_and_a_job_its_row_groups(self, tmp_path, object_store, proxy):
         folder = tmp_path / "data"
@@ -211,22 +202,22 @@ class TestFaults:
         here, url = open_source(str(folder)), object_store.put(folder)
         met = []
 
-        def fault(number: int, method: str, path: str) -> str | None:
+        def trouble(number: int, request: Request) -> Trouble | None:
             if number % 2 != 1:
                 return None
             met.append(FAULTS[number // 2 % len(FAULTS)])
             return met[-1]
 
-        proxy.fault = fault
+        proxy.trouble = trouble
         assert values(open_source(url)) == values(here)
         assert set(met) == set(FAULTS)
 
-    @pytest.mark.parametrize("fault", ["error 503", "cut"])
-    def test_that_stay_are_an_error_that_names_the_object(self, tmp_path, object_store, proxy, fault, monkeypatch):
+    @pytest.mark.parametrize("trouble", [Trouble(status=503), Trouble(cut=True)])
+    def test_that_stay_are_an_error_that_names_the_object(self, tmp_path, object_store, proxy, trouble, monkeypatch):
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore waits for seconds between its own
         forget_file_systems()
         source = open_source(object_store.put(write(tmp_path / "data", "parquet")))
-        proxy.fault = lambda number, method, path: fault if path.endswith("train-b.parquet") else None
+        proxy.trouble = lambda number, request: trouble if request.path.endswith("train-b.parquet") else None
         assert source.row(0).values["n"] == 0
         with pytest.raises(SourceError, match=r"/train-b.parquet: bytes .* cannot be read: 3 attempts failed"):
             source.row(30)
