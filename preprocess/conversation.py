@@ -177,9 +177,10 @@ class Message:
         role: Role of the speaker.
         parts: Content, in order. Boxes, points and labels become text before the chat template is applied.
         reasoning: The assistant's reasoning, separate from its answer.
-        tool_calls: The assistant's calls: mappings with ``name`` and ``arguments`` (a mapping).
+        tool_calls: The assistant's calls: mappings with ``name`` and ``arguments`` (a mapping), and ``id`` if known.
         loss_weight: Weight of the turn's targets in the loss, at least 0; 0 means the turn is not learned. Assistant
             turns only. None means 1, with the choice of turns left to ``--train-turns``.
+        call_id: The ``id`` of the call that a tool turn responds to, if known.
     """
 
     role: Role
@@ -187,6 +188,7 @@ class Message:
     reasoning: str | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     loss_weight: float | None = None
+    call_id: str | None = None
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

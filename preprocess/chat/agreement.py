@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from preprocess.chat.targets import Tokens, Turn
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.conversation import Conversation, ImagePart, MediaPart, Message, TextPart, VideoPart
 from preprocess.reject import RowRejected, excerpt
+from vlmdata.families import Family
 from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
@@ -63,19 +65,42 @@ def _require_tools(conversation: Conversation, text: str) -> None:
             )
 
 
+def require_ids(conversation: Conversation) -> None:
+    """Checks that ids tell the call of each response, for templates that write the tool's name with it.
+
+    Raises:
+        RowRejected: TEMPLATE_ERROR if they do not.
+    """
+    calls: Sequence[Mapping[str, Any]] = ()
+    for number, message in enumerate(conversation.messages, start=1):
+        if message.role != "tool":
+            calls = message.tool_calls
+        elif [call.get("id") for call in calls].count(message.call_id) != 1:
+            raise template_error(
+                f"writes the name of a tool with its response, and message {number} has tool_call_id "
+                f"{message.call_id!r}, which is the id of no call before it, or of several. Give each call an id, and "
+                "each response the tool_call_id of its call"
+            )
+
+
 def template_error(message: str) -> RowRejected:
     """Returns the rejection of a row whose template wrote something else."""
     return RowRejected(Reason.TEMPLATE_ERROR, f"the chat template {message}")
 
 
-def remedy_for_calls(conversation: Conversation, family: str) -> str:
+def remedy_for_calls(conversation: Conversation, family: Family) -> str:
     """Says, as the end of a message, why turns are missing in a conversation with calls of tools; "" without calls."""
     if not any(message.tool_calls for message in conversation.answers):
         return ""
+    if family.chat.tool_response is not None:
+        return (
+            ". The conversation calls tools: give a message either calls or text, and each call its response, then an "
+            "answer, or drop rows with tool_calls"
+        )
     return (
-        f". The conversation calls tools, and templates of the family {family} may write a call, the tool's response "
-        "and the next answer as one turn, in which vlmdata cannot tell what is learned. Drop rows with tool_calls, or "
-        "use a tokenizer whose template ends the turn after each call"
+        f". The conversation calls tools, and templates of the family {family.name} may write a call, the tool's "
+        "response and the next answer as one turn, in which vlmdata cannot tell what is learned. Drop rows with "
+        "tool_calls, or use a tokenizer whose template ends the turn after each call"
     )
 
 
@@ -204,6 +229,13 @@ def _require_stretch(
             raise template_error(
                 f"wrote {counted(found, f'{kind} placeholder')} {where}, where the messages have "
                 f"{counted(len(parts), kind)}"
+            )
+    if tokenizer.info.turns.response:
+        responses = int((tokens.ids[first:last] == tokenizer.info.turns.response[1]).sum())
+        if responses != (given := sum(message.role == "tool" for message in before)):
+            raise template_error(
+                f"wrote {counted(responses, 'response')} of tools {where}, where the messages have {given}. A response "
+                "must follow the call of its tool"
             )
     said = [
         part.text

@@ -254,8 +254,15 @@ def _template_message(message: Message, edit: Callable[[str], str]) -> dict[str,
     if message.reasoning is not None:
         rendered["reasoning_content"] = edit(message.reasoning)
     if message.tool_calls:
-        rendered["tool_calls"] = [{"type": "function", "function": _edit(call, edit)} for call in message.tool_calls]
+        rendered["tool_calls"] = [_template_call(_edit(call, edit)) for call in message.tool_calls]
+    if message.call_id is not None:
+        rendered["tool_call_id"] = edit(message.call_id)
     return rendered
+
+
+def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    known = {"id": call["id"]} if "id" in call else {}
+    return {"type": "function", **known, "function": {key: value for key, value in call.items() if key != "id"}}
 
 
 def _template_part(part: ContentPart, edit: Callable[[str], str]) -> dict[str, str]:
@@ -293,7 +300,9 @@ def _strings(conversation: Conversation) -> Iterator[tuple[str, str]]:
     for number, message in enumerate(conversation.messages, start=1):
         where = f"message {number} of {len(conversation.messages)} ({message.role})"
         texts = [part.text for part in message.parts if isinstance(part, TextPart)]
-        yield from ((where, text) for text in _nested_strings([texts, message.reasoning, message.tool_calls]))
+        yield from (
+            (where, text) for text in _nested_strings([texts, message.reasoning, message.tool_calls, message.call_id])
+        )
     yield from (("tools", text) for text in _nested_strings(conversation.tools))
     arguments = conversation.template_arguments.values()
     yield from (("chat_template_kwargs", text) for value in arguments for text in _nested_strings(value))

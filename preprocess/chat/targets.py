@@ -33,12 +33,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn in the rendered text, in characters."""
+    """What one assistant message became in the rendered text, in characters.
 
-    body: int  # start of the text after the header
+    It is a turn, or a part of one between the responses of tools.
+    """
+
+    body: int  # start of the text after the header, or after a response
     answer: int  # start of the text after the think block; equals ``body`` without one
     reasoning: bool  # whether the think block is not empty
-    stop: int  # one past the turn's end, and the newline after it if that is a separate token
+    #: One past the turn's end, and the newline after it if that is a separate token; or past the token that begins a
+    #: response.
+    stop: int
 
     def target_start(self, train_think: TrainThink) -> int:
         """Returns the first target character."""
@@ -124,27 +129,40 @@ def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer, remedy: str 
     Raises:
         RowRejected: TEMPLATE_ERROR if the text is not a sequence of turns of the family.
     """
-    chat, ids = tokenizer.family.chat, tokenizer.info.turns
-    starts = tokens.starts[tokens.ids == ids.start].tolist()
-    end_tokens = np.flatnonzero(tokens.ids == ids.end)
-    ends = tokens.starts[end_tokens].tolist()
-    alternating = len(starts) == len(ends) and all(
-        start < end and (i + 1 == len(starts) or end < starts[i + 1])
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
-    )
-    if not alternating or not starts:
+    chat, marks = tokenizer.family.chat, tokenizer.info.turns
+    starts = np.flatnonzero(tokens.ids == marks.start).tolist()
+    opening, turns = chat.turn_start + chat.assistant_header, list[Turn]()
+    ends = np.flatnonzero(tokens.ids == marks.end)
+    bounds = list(pairwise([*starts, len(tokens.ids)]))
+    counts = [int(((ends > first) & (ends < stop)).sum()) for first, stop in bounds]
+    open_ended = [tokens.ids[stop - 1] in marks.response for _, stop in bounds]
+    if (
+        not starts
+        or sum(counts) != len(ends)
+        or any(count != 1 and not (count == 0 and unended) for count, unended in zip(counts, open_ended, strict=True))
+    ):
         raise RowRejected(
             Reason.TEMPLATE_ERROR,
             f"the chat template wrote {len(starts)} {chat.turn_start} and {len(ends)} {chat.turn_end}; "
             f"turns must have the form {chat.turn_start}role … {chat.turn_end}{remedy}",
         )
-    turns, opening = [], chat.turn_start + chat.assistant_header
-    for start, end, token in zip(starts, ends, end_tokens.tolist(), strict=True):
-        if text.startswith(opening, start):
-            # Only a token that is just the newline: a longer one ("\n\n") belongs to the template, between turns.
-            newline = tokens.ids[token + 1 : token + 2].tolist() == [ids.assistant[-1]]
-            turns.append(_turn(text, start + len(opening), end, int(tokens.ends[token + newline]), chat))
+    for first, stop in bounds:
+        if not text.startswith(opening, at := int(tokens.starts[first])):
+            continue
+        for begin, end in marks.spoken(tokens.ids[first:stop]):
+            body = int(tokens.starts[first + begin]) if begin else at + len(opening)
+            turns.append(_said(text, tokens, range(first + begin, first + end), body, tokenizer))
     return turns
+
+
+def _said(text: str, tokens: Tokens, said: range, body: int, tokenizer: ChatTokenizer) -> Turn:
+    """Returns the turn of tokens that the assistant says, which its text after the header begins at ``body``."""
+    chat, marks = tokenizer.family.chat, tokenizer.info.turns
+    ends = np.flatnonzero(tokens.ids[said.start : said.stop] == marks.end)
+    token = said.start + int(ends[0]) if len(ends) else said.stop - 1
+    # Only a token that is just the newline: a longer one ("\n\n") belongs to the template, between turns.
+    newline = token in ends + said.start and tokens.ids[token + 1 : token + 2].tolist() == [marks.assistant[-1]]
+    return _turn(text, body, int(tokens.starts[token]), int(tokens.ends[token + newline]), chat)
 
 
 def _turn(text: str, body: int, end: int, stop: int, chat: ChatFormat) -> Turn:

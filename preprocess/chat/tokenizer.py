@@ -207,6 +207,7 @@ _ROLES = {
     "turns.start": "the turn's start",
     "turns.end": "the turn's end",
     "turns.begin": "the beginning of texts",
+    "turns.response": "the response of a tool",
     "before": "the mark before items",
     "token": "the {kind} placeholder",
     "after": "the mark after items",

@@ -15,6 +15,7 @@ from preprocess.chat.agreement import (
     kind_of,
     remedy_for_calls,
     require_conversation,
+    require_ids,
     require_reserved,
     template_error,
     up_to_answers,
@@ -275,12 +276,14 @@ def encode_turns(
             misplaced. SPECIAL_TOKEN_TEXT if the data forged a special token. OVERLONG if the text is far too long.
     """
     tokenizer = renderer.tokenizer
+    if tokenizer.info.turns.response:
+        require_ids(conversation)
     rendered = renderer.render(conversation)
     require_length(tokenizer, rendered.text, renderer.most_tokens)
     tokens = tokenize(tokenizer, rendered)
     require_reserved(rendered, tokens, tokenizer)
     answers = conversation.answers
-    remedy = remedy_for_calls(conversation, tokenizer.family.name)
+    remedy = remedy_for_calls(conversation, tokenizer.family)
     turns = find_turns(rendered.text, tokens, tokenizer, remedy)
     if len(turns) != len(answers):
         raise template_error(

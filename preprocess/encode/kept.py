@@ -119,6 +119,7 @@ def _to_json(made: Conversation | Document) -> dict[str, Any]:
             "reasoning": turn.reasoning,
             "tool_calls": [dict(call) for call in turn.tool_calls],
             "loss_weight": turn.loss_weight,
+            **({} if turn.call_id is None else {"call_id": turn.call_id}),
         }
         for turn in made.messages
     ]

@@ -50,23 +50,33 @@ TEMPLATE = """
 {%- for message in rest if message.role == 'user' -%}
     {%- set last.user = rest.index(message) -%}
 {%- endfor -%}
-{%- for message in rest if message.role != 'tool' -%}
+{%- for message in rest -%}
+{%- if message.role != 'tool' -%}
     {%- set role = 'model' if message.role == 'assistant' else message.role -%}
     {%- if not (role == 'model' and last.role == 'model') -%}
         {{- '<|turn>' + role + '\\n' -}}
     {%- endif -%}
     {%- set last.role = role -%}
-    {%- if message.reasoning_content and message.tool_calls and rest.index(message) > last.user -%}
+    {%- if message.reasoning_content and message.tool_calls and loop.index0 > last.user -%}
         {{- '<|channel>thought\\n' + message.reasoning_content + '\\n<channel|>' -}}
     {%- endif -%}
     {%- for call in message.tool_calls or [] -%}
         {{- '<|tool_call>call:' + call.function.name + '{' + fields(call.function.arguments) + '}<tool_call|>' -}}
     {%- endfor -%}
-    {%- set after = rest[rest.index(message) + 1] if rest.index(message) + 1 < rest | length else {} -%}
-    {%- if message.tool_calls and after.role == 'tool' -%}
-        {{- '<|tool_response>response:' + message.tool_calls[0].function.name + '{value:' -}}
-        {{- value(after.content) + '}<tool_response|>' -}}
-    {%- endif -%}
+    {%- set after = namespace(role='', responses=0) -%}
+    {%- for other in rest[loop.index:] -%}
+        {%- if after.role -%}
+        {%- elif other.role != 'tool' -%}
+            {%- set after.role = other.role -%}
+        {%- elif message.tool_calls -%}
+            {%- set named = namespace(name='unknown') -%}
+            {%- for call in message.tool_calls if call.id == other.tool_call_id -%}
+                {%- set named.name = call.function.name -%}
+            {%- endfor -%}
+            {{- '<|tool_response>response:' + named.name + '{value:' + value(other.content) + '}<tool_response|>' -}}
+            {%- set after.responses = after.responses + 1 -%}
+        {%- endif -%}
+    {%- endfor -%}
     {%- set words -%}
         {%- if message.content is string -%}
             {{- spoken(message.content) if role == 'model' else message.content | trim -}}
@@ -81,11 +91,13 @@ TEMPLATE = """
         {%- endif -%}
     {%- endset -%}
     {{- words -}}
-    {%- if not message.tool_calls or (after.role == 'tool' and words) -%}
-        {{- '<turn|>\\n' -}}
-    {%- elif after.role != 'tool' -%}
+    {%- if message.tool_calls and not after.responses -%}
         {{- '<|tool_response>' -}}
+    {%- elif role == 'model' and after.role == 'assistant' -%}
+    {%- elif not (after.responses and not words | trim and not after.role) -%}
+        {{- '<turn|>\\n' -}}
     {%- endif -%}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|turn>model\\n' -}}

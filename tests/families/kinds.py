@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ KINDS = {
             "<turn|>",
             "<|channel>thought\n",
             "<channel|>",
+            "<|tool_response>",
+            "<tool_response|>",
         ),
         "<turn|>\n",
         trimmed=True,
@@ -90,7 +93,8 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 def conversations(draw: st.DrawFn, kind: Kind) -> Conversation:
     """Turns with images between texts, of any text, empty turns and the texts of special tokens among them.
 
-    Some have tools, and some turns have reasoning. Empty answers are not learned.
+    Some have tools, calls of them and responses, also at the end, and some turns have reasoning. Empty answers are not
+    learned.
     """
     words = texts | st.sampled_from(["\n\n", " ", "", *kind.marks])
     messages = []
@@ -100,8 +104,14 @@ def conversations(draw: st.DrawFn, kind: Kind) -> Conversation:
         contents = draw(st.lists(words | st.sampled_from(PICTURES), min_size=1, max_size=4))
         parts = tuple(TextPart(part) if isinstance(part, str) else part for part in contents)
         messages.append(Message("user", parts))
+        if kind.writes_tools:
+            for _ in range(draw(st.integers(0, 2))):
+                messages += draw(_exchanges(words))
+            if messages[-1].role != "user" and draw(st.booleans()):
+                messages = messages[: draw(st.integers(len(messages) - 1, len(messages)))]  # a call, or a response
+                continue
         answer, reasoning = draw(texts) + "." + draw(words), draw(st.none() | texts)
-        if draw(st.integers(0, 4)) == 0:
+        if messages[-1].role == "user" and draw(st.integers(0, 4)) == 0:
             answer = draw(st.sampled_from(["", " ", "\n"]))
         messages.append(
             Message("assistant", (TextPart(answer),), reasoning, loss_weight=1.0 if answer.strip() else 0.0)
@@ -110,6 +120,33 @@ def conversations(draw: st.DrawFn, kind: Kind) -> Conversation:
         return Conversation(tuple(messages))
     functions = draw(st.lists(st.builds(_tool, texts, texts), max_size=2))
     return Conversation(tuple(messages), tuple(functions), template_arguments=draw(st.sampled_from(ARGUMENTS)))
+
+
+@st.composite
+def _exchanges(draw: st.DrawFn, words: st.SearchStrategy[str]) -> list[Message]:
+    """Calls of tools, and their responses in any order."""
+    arguments = st.dictionaries(st.sampled_from("abcd"), words | st.booleans() | st.integers(0, 9), max_size=3)
+    named = draw(st.lists(st.tuples(texts, arguments), min_size=1, max_size=3))
+    calls = tuple({"id": f"call {n}", "name": name, "arguments": given} for n, (name, given) in enumerate(named))
+    asked = Message("assistant", (), draw(st.none() | texts), calls)
+    return [
+        asked,
+        *(Message("tool", (TextPart(draw(words)),), call_id=call["id"]) for call in draw(st.permutations(calls))),
+    ]
+
+
+def written_call(message: Message, last: bool) -> str:
+    """What Gemma 4 says to call tools, with its reasoning after the last question."""
+    think = f"<|channel>thought\n{message.reasoning}\n<channel|>" if last and (message.reasoning or "").strip() else ""
+    calls = []
+    for call in message.tool_calls:
+        fields = ",".join(f"{key}:{_value(each)}" for key, each in sorted(call["arguments"].items()))
+        calls.append(f"<|tool_call>call:{call['name']}{{{fields}}}<tool_call|>")
+    return think + "".join(calls) + "<|tool_response>"
+
+
+def _value(given: Any) -> str:
+    return f'<|"|>{given}<|"|>' if isinstance(given, str) else json.dumps(given)
 
 
 def _tool(name: str, description: str) -> dict[str, Any]:
@@ -129,7 +166,10 @@ def of_the_processor(kind: Kind, hf: Any, conversation: Conversation) -> Any:
         ]
         # As rendered for us: texts alone are one string.
         made = {"role": message.role, "content": content if any(message.images) else message.text}
-        messages.append(made if message.reasoning is None else made | {"reasoning_content": message.reasoning})
+        made |= {} if message.reasoning is None else {"reasoning_content": message.reasoning}
+        made |= {} if message.call_id is None else {"tool_call_id": message.call_id}
+        calls = [{"type": "function", "id": call["id"], "function": call} for call in message.tool_calls]
+        messages.append(made | ({"tool_calls": calls} if calls else {}))
     return kind.processor(hf).apply_chat_template(
         messages,
         tools=list(conversation.tools) or None,
@@ -154,4 +194,5 @@ def spoken(conversation: Conversation) -> str:
     defined = [
         text for tool in conversation.tools for text in (tool["function"]["name"], tool["function"]["description"])
     ]
-    return "".join(written + defined)
+    called = [str(call) for message in conversation.messages for call in message.tool_calls]
+    return "".join(written + defined + called)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import vlmdata
 from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import Encoder, encode_image
+from preprocess.recipes.base import load_recipe
 from preprocess.reject import RowRejected
-from tests.conftest import encoded_image
+from preprocess.row import Row
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset, encoded_image
 from tests.families.gemma4_files import processor, write_tokenizer
 from tests.families.reference import TOKEN
 from vlmdata.errors import UsageError
 from vlmdata.families.gemma4 import BUDGETS, FAMILY
+from vlmdata.inspect import describe_dataset, describe_sample
+from vlmdata.verify.dataset import verify_dataset
 
 sides = st.integers(1, 10_000)
 
@@ -75,7 +83,6 @@ def said(role: str, text: str, **more: Any) -> Message:
 
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks at a place."}}
-CALL = {"name": "look", "arguments": {"place": "here", "near": True}}
 
 
 def test_tools_and_thinking_are_written_as_the_template_does(encoder: Encoder) -> None:
@@ -101,10 +108,81 @@ def test_reasoning_that_the_template_drops_is_counted(encoder: Encoder) -> None:
     assert encoder.encode(talk).dropped_reasoning == 1
 
 
-@pytest.mark.parametrize("answered", [True, False])
-def test_calls_of_tools_are_refused(encoder: Encoder, answered: bool) -> None:
-    """Calls, responses and the answer are one turn in the template, of which the response must not be learned."""
-    called = said("user", "Where?"), said("assistant", "", tool_calls=(CALL,))
-    rest = (said("tool", "there"), said("assistant", "There.")) if answered else ()
-    with pytest.raises(RowRejected, match=r"template wrote .* calls tools, .* as one turn.* Drop rows with tool_calls"):
-        encoder.encode(Conversation((*called, *rest), tools=(TOOL,)))
+def call(id: str, name: str = "look") -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": {"place": "here"}}}
+
+
+#: A question; two calls at once, whose responses come in another order; a call of its own; the answer.
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "", "tool_calls": [call("a"), call("b", "ask")]},
+    {"role": "tool", "content": "nobody", "tool_call_id": "b"},
+    {"role": "tool", "content": "dark", "tool_call_id": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [call("c")], "reasoning_content": "Again."},
+    {"role": "tool", "content": "light", "tool_call_id": "c"},
+    {"role": "assistant", "content": "There."},
+]
+
+
+def runs(sample: Any, encoder: Encoder) -> list[str]:
+    """Texts of the tokens that are learned."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask[: sample.length], [0]]).astype(np.int8)))
+    return [encoder.tokenizer.hf.decode(sample.input_ids[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+def test_calls_are_learned_and_responses_are_not(encoder: Encoder) -> None:
+    sample = encoder.encode(load_recipe("chat")(Row(0, {"messages": TALK})))
+    wanted = processor(encoder.tokenizer.hf, 280).apply_chat_template(TALK, tokenize=True, return_dict=True)
+    assert sample.input_ids[: sample.length].tolist() == wanted["input_ids"][0]
+    text = encoder.tokenizer.hf.decode(sample.input_ids)
+    response = '<|tool_response>response:ask{value:<|"|>nobody<|"|>}<tool_response|>'
+    assert response + response.replace("ask", "look").replace("nobody", "dark") in text
+    look = '<|tool_call>call:look{place:<|"|>here<|"|>}<tool_call|>'
+    assert runs(sample, encoder) == [
+        look + look.replace("look", "ask") + "<|tool_response>",
+        f"<|channel>thought\nAgain.\n<channel|>{look}<|tool_response>",
+        "There.<turn|>\n",
+    ]
+
+
+@pytest.mark.parametrize("turns", list(TrainTurns))
+def test_a_dataset_of_calls_is_sound(tmp_path: Path, turns: TrainTurns) -> None:
+    """Conversations that end with an answer, a call, or a response; and one whose first call is not learned."""
+    unlearned = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]
+    rows = [{"messages": each} for each in (TALK, TALK[:2], TALK[:5], TALK[:6], TALK[:4] + TALK, unlearned)]
+    options = {
+        "family": "gemma4",
+        "tokenizer": write_tokenizer(tmp_path / "tokenizer"),
+        "train_turns": turns,
+        "image": ImageConfig(),
+    }
+    made = build_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out", recipe="chat", **options)
+    assert verify_dataset(made).faults == []
+    assert describe_dataset(vlmdata.open_dataset(made)).findings == ()
+    whole = describe_sample(vlmdata.open_dataset(made), 2 if turns is TrainTurns.EACH else 0)
+    said = ["", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [turn.role for turn in whole.turns] == said
+    assert [bool(turn.targets) for turn in whole.turns if turn.role != "assistant"] == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {1: {"content": "Let me see."}},
+            r"wrote '<\|tool_call>.* as assistant turn 1; the message says 'Let me see\.'",
+        ),
+        (
+            {2: {"tool_call_id": "z"}},
+            r"message 3 has tool_call_id 'z', which is the id of no call before it, or of sev",
+        ),
+        ({2: {"tool_call_id": None}}, r"message 3 has tool_call_id None, .* Give each call an id, and each response"),
+        ({4: {"tool_calls": None, "content": "So."}}, r"message 6 has tool_call_id 'c', which is the id of no call"),
+    ],
+)
+def test_what_the_template_would_write_wrong_is_rejected(
+    encoder: Encoder, changes: dict[int, dict[str, Any]], message: str
+) -> None:
+    talk = [turn | changes.get(number, {}) for number, turn in enumerate(TALK)]
+    with pytest.raises(RowRejected, match=message):
+        encoder.encode(load_recipe("chat")(Row(0, {"messages": talk})))

@@ -27,7 +27,7 @@ from preprocess.row import Row
 from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
-from tests.families.kinds import KINDS, PICTURES, Kind, conversations, of_the_processor, spoken
+from tests.families.kinds import KINDS, PICTURES, Kind, conversations, of_the_processor, spoken, written_call
 from tests.service.servers import assert_equal, serving
 from vlmdata.context_parallel import partition_indices
 from vlmdata.errors import SourceError, UsageError
@@ -87,7 +87,7 @@ def made(kind: Kind, folder: str, source: Path, tmp_path_factory: pytest.TempPat
 
 
 def _teaches(conversation: Conversation) -> bool:
-    return any(message.loss_weight for message in conversation.answers)
+    return any(message.loss_weight != 0 for message in conversation.answers)
 
 
 class TestSamples:
@@ -121,10 +121,16 @@ class TestSamples:
         n, hf = sample.length, encoder.tokenizer.hf
         edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask[:n], [0]]).astype(np.int8)))
         runs = [hf.decode(sample.input_ids[a:b]) for a, b in edges.reshape(-1, 2)]
-        learned = [message for message in conversation.answers if message.loss_weight]
-        answers = [message.text.strip() if kind.trimmed else message.text for message in learned]
+        asked = max(n for n, message in enumerate(conversation.messages) if message.role == "user")
+        answers = [
+            written_call(message, n > asked)
+            if message.tool_calls
+            else (message.text.strip() if kind.trimmed else message.text) + kind.ending
+            for n, message in enumerate(conversation.messages)
+            if message.role == "assistant" and message.loss_weight != 0
+        ]
         normal = hf.backend_tokenizer.normalizer
-        assert runs == [(normal.normalize_str(each) if normal else each) + kind.ending for each in answers]
+        assert runs == [normal.normalize_str(each) if normal else each for each in answers]
 
     def test_text_that_forges_a_mark_is_refused(self, kind: Kind, folder: str) -> None:
         encoder = Encoder(PreprocessConfig(family=kind.name), load_tokenizer(folder, None, kind.name))

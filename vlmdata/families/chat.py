@@ -22,6 +22,9 @@ class ChatFormat:
         begin: Text of the token that begins each conversation and document; "" without one.
         end_of_text: Text of the token that ends documents. A tokenizer without it ends them with its end token, or
             with ``turn_end``.
+        tool_response: Texts of the tokens before and after the response of a tool, if templates write it within the
+            assistant turn that called the tool; None if it is a turn of its own. The first one ends what the model
+            says before it.
         markup: Parts of the texts of special tokens that data may contain as text: they mark up content, such as boxes,
             not turns or items.
     """
@@ -32,6 +35,7 @@ class ChatFormat:
     think: tuple[str, str] | None = None
     begin: str = ""
     end_of_text: str = "<|endoftext|>"
+    tool_response: tuple[str, str] | None = None
     markup: tuple[str, ...] = ()
 
 

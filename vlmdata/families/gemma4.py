@@ -5,7 +5,9 @@ is ``--max-pixels``, 48 x 48 pixels per token; each image is scaled to fill it, 
 of tokens are their order. Patches are stored row by row, as the processor has them, which also tells the column and row
 of each (``image_position_ids``). The tokens of an image stand between two marks of its own, so those of different
 images never touch: in models with ``use_bidirectional_attention: vision`` they see each other in both directions, in
-the layers with a sliding window.
+the layers with a sliding window. A call of a tool, the tool's response and the next answer are one turn: the model ends
+the call with the token that begins the response (``eos_token_id`` of the published ``generation_config.json``), and
+goes on after the response.
 """
 
 from __future__ import annotations
@@ -152,6 +154,7 @@ FAMILY = Gemma4(
         think=("<|channel>thought\n", "\n<channel|>"),
         begin="<bos>",
         end_of_text="<eos>",
+        tool_response=("<|tool_response>", "<tool_response|>"),
     ),
     items=(Expansion(IMAGE, "<|image|>", before=("<|image>",), after=("<image|>",), written="<|image|>"),),
     patch_size=16,

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from vlmdata.families import Family
 from vlmdata.families.chat import IMAGE
 
@@ -22,6 +25,35 @@ class TurnTokens:
     end: int  # id of the token that ends it
     assistant: tuple[int, ...]  # ids of the header, which follow ``start`` in an assistant turn
     begin: int = -1  # id of the token that begins each text; -1 without one
+    response: tuple[int, ...] = ()  # ids before and after the response of a tool within an assistant turn; () without
+
+    @property
+    def endings(self) -> tuple[int, ...]:
+        """Ids of the tokens with which the model ends what it says."""
+        return self.end, *self.response[:1]
+
+    def spoken(self, ids: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
+        """Returns what the assistant says in one of its turns: all but the responses of tools.
+
+        Args:
+            ids: Tokens of the turn, from its first one to the next turn.
+
+        Returns:
+            Token ranges. Each but the last ends with the token that begins a response.
+        """
+        if not self.response:
+            return [(0, len(ids))]
+        found: list[tuple[int, int]] = []
+        begin: int | None = 0
+        for at in np.flatnonzero(np.isin(ids, self.response)).tolist():
+            if ids[at] == self.response[1]:
+                begin = at + 1
+            elif begin is not None:
+                found += [(begin, at + 1)] if at > begin else []  # the next of several responses
+                begin = None
+        # A turn may end with a response: then its end is not the model's.
+        more = begin is not None and begin < len(ids) and ids[begin] != self.end
+        return found + ([(begin, len(ids))] if begin is not None and more else [])
 
 
 @dataclass(frozen=True)
@@ -82,6 +114,8 @@ def special_texts(family: Family) -> dict[str, tuple[str, ...]]:
     texts: dict[str, tuple[str, ...]] = {"turns.start": (chat.turn_start,), "turns.end": (chat.turn_end,)}
     if chat.begin:
         texts["turns.begin"] = (chat.begin,)
+    if chat.tool_response is not None:
+        texts["turns.response"] = chat.tool_response
     for item in family.items:
         place = f"items.{item.kind}"
         texts |= {f"{place}.before": item.before, f"{place}.token": (item.token,), f"{place}.after": item.after}
@@ -103,7 +137,7 @@ def special_ids(tokenizer: Tokenizer, family: Family, named: Callable[[str], str
     ids: dict[str, Any] = {"turns.begin": -1}
     for place, texts in special_texts(family).items():
         found = tuple(tokenizer.token_to_id((text in settings and named(settings[text])) or text) for text in texts)
-        ids[place] = found if place.endswith(("before", "after")) else found[0]
+        ids[place] = found if place.endswith(("before", "after", "response")) else found[0]
     # After the turn's start, as in a conversation: some tokenizers put a space before the first word of a text.
     header = tokenizer.encode(chat.turn_start + chat.assistant_header, add_special_tokens=False)
     ids["turns.assistant"] = tuple(header.ids[1:])
@@ -165,6 +199,8 @@ def tokenizer_to_json(info: TokenizerInfo, schema_version: str) -> dict[str, Any
         ids = flat({name: fields.pop(name) for name in ("turns", "items")})
         for name, (place, *_) in _PLACES_OF_1.items():
             fields[name] = ids[place][0] if name.startswith("vision") else ids[place]
+    elif not fields["turns"]["response"]:
+        del fields["turns"]["response"]
     if not fields["special_tokens"]:
         del fields["special_tokens"]
     if fields["end_of_text"] < 0:

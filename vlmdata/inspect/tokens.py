@@ -114,14 +114,23 @@ class TurnSpan:
 def find_turns(
     ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer], info: TokenizerInfo, texts: TokenTexts
 ) -> tuple[TurnSpan, ...]:
-    """Finds the turns of a sample from the tokens that begin them. They cover it without gaps."""
+    """Finds the turns of a sample from the tokens that begin them. They cover it without gaps.
+
+    Responses of tools within a turn of the assistant are turns of the tool.
+    """
     starts = np.flatnonzero(ids == info.turns.start).tolist()
     bounds = [*starts, len(ids)]
     before = bounds[0] if starts else 0
     turns = [TurnSpan("", 0, 0, before, int(np.count_nonzero(mask[:before])))] if before else []
     for start, stop in pairwise(bounds):
         role, body = _header(ids[start:stop].tolist(), info, texts)
-        turns.append(TurnSpan(role, start, start + body, stop, int(np.count_nonzero(mask[start:stop]))))
+        said = info.turns.spoken(ids[start:stop]) if role == "assistant" else [(0, stop - start)]
+        cuts = sorted({start, stop, *(start + cut for each in said for cut in each)})
+        answers = {start + begin for begin, _ in said}
+        for first, last in pairwise(cuts):
+            header = body if first == start else 0
+            speaker = role if first in answers else "tool"
+            turns.append(TurnSpan(speaker, first, first + header, last, int(np.count_nonzero(mask[first:last]))))
     return tuple(turns) or (TurnSpan("", 0, 0, len(ids), int(np.count_nonzero(mask))),)
 
 

@@ -219,7 +219,7 @@ def _contradictions(
     found, eos = flat(asdict(info)), _named(config, "eos_token")
     usual = special_ids(tokenizer, family, lambda setting: eos if setting == "eos_token" else None)
     for place, expected in special_ids(tokenizer, family, partial(_named, config)).items():
-        recorded = place != "end_of_text" or info.end_of_text >= 0
+        recorded = place not in ("end_of_text", "turns.response") or found[place] not in (-1, ())
         if recorded and found[place] not in (expected, usual[place]):
             yield place, found[place], expected
     for name, text in info.special_tokens.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -228,14 +229,18 @@ def _turn_weights(sample: Sample, tokenizer: TokenizerInfo, turn_weights: tuple[
 
 
 def _answers(ids: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> list[tuple[int, int]]:
-    """Returns the first token of each assistant turn, and one past its last.
+    """Returns the first token of what each assistant message says, and one past its last.
 
     The header's last token may have merged with whitespace that begins the answer; the others tell whose turn it is.
     """
     header = np.array(tokenizer.turns.assistant[:-1] or tokenizer.turns.assistant, dtype=ids.dtype)
     starts = np.flatnonzero(ids == tokenizer.turns.start).tolist()
-    turns = zip(starts, [*starts, len(ids)][1:], strict=True)
-    return [turn for turn in turns if np.array_equal(ids[turn[0] + 1 : turn[0] + 1 + len(header)], header)]
+    return [
+        (start + begin, start + end)
+        for start, stop in pairwise([*starts, len(ids)])
+        if np.array_equal(ids[start + 1 : start + 1 + len(header)], header)
+        for begin, end in tokenizer.turns.spoken(ids[start:stop])
+    ]
 
 
 def _target_turns(
@@ -247,17 +252,19 @@ def _target_turns(
 ) -> Iterator[Finding]:
     """Checks that targets are only in assistant turns, after the header, and run unbroken to the end of the turn."""
     tokenizer, marks = rules.tokenizer, rules.tokenizer.turns
-    starts = np.flatnonzero(ids == marks.start)
-    stops = [*starts.tolist(), len(ids)][1:]
-    first = starts[0] if len(starts) else len(ids)
+    starts = np.flatnonzero(ids == marks.start).tolist()
+    first = starts[0] if starts else len(ids)
     if target[:first].any():
         yield "outside_turn", "a target is before the first turn"
     body = 1 + len(marks.assistant)
-    answers = [start for start, _ in _answers(ids, tokenizer)]
+    said = _answers(ids, tokenizer)
+    answers = [start for start, _ in said]
     chosen = answers if rules.all_turns else answers[-1:]
     weight_of = dict(zip(answers, turn_weights, strict=False))
     taught = [start for start in chosen if weight_of.get(start, 1) > 0]
-    for start, stop in zip(starts.tolist(), stops, strict=True):
+    # Other turns, and the responses of tools within those of the assistant.
+    cuts = sorted({*starts, *(stop for _, stop in said), *answers, len(ids)})
+    for start, stop in pairwise(cuts):
         inside = target[start:stop]
         if start in taught and not inside.any():
             yield "untaught_turn", f"the assistant turn at token {start} should be learned, but has no targets"
@@ -271,19 +278,25 @@ def _target_turns(
         elif start not in taught:
             why = "weighs 0 in the metadata" if start in chosen else "is not the last answer"
             yield "prompt_target", f"the turn at token {start} {why}, but has targets"
-        elif inside[:body].any() or ids[start + 1 : start + body].tolist() != list(marks.assistant):
+        elif start in starts and (
+            inside[:body].any() or ids[start + 1 : start + body].tolist() != list(marks.assistant)
+        ):
             yield "header_target", f"the header of the assistant turn at token {start} is a target"
         if not _runs_to_the_end(inside, ids[start:stop], tokenizer):
             yield "broken_target", f"the targets of the turn at token {start} do not run unbroken to its end"
-    supervised = int((target & (ids == marks.end)).sum())
+    supervised = int((target & np.isin(ids, marks.endings)).sum())
     # A truncated answer lacks its end token, unless only the newline after it was cut.
-    missing = int(row.truncated and ids[-1] != marks.end)
+    missing = int(row.truncated and ids[-1] not in marks.endings)
     if supervised != row.target_turns - missing:
         yield (
             "end_token",
-            f"{supervised} {rules.family.chat.turn_end} are targets for {counted(row.target_turns, 'target turn')}"
+            f"{supervised} {_ending_texts(rules.family)} are targets for {counted(row.target_turns, 'target turn')}"
             + (" of which the last is truncated" if row.truncated else ""),
         )
+
+
+def _ending_texts(family: Family) -> str:
+    return " or ".join((family.chat.turn_end, *(family.chat.tool_response or ())[:1]))
 
 
 def _runs_to_the_end(inside: npt.NDArray[np.bool_], turn: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> bool:
@@ -317,6 +330,8 @@ def special_names(tokenizer: TokenizerInfo, family: Family) -> dict[str, int]:
     names = {"padding": tokenizer.pad, family.chat.turn_start: tokenizer.turns.start}
     if family.chat.begin:
         names[family.chat.begin] = tokenizer.turns.begin
+    if tokenizer.turns.response and family.chat.tool_response is not None:
+        names[family.chat.tool_response[1]] = tokenizer.turns.response[1]
     for item in family.items:
         names |= dict(zip(item.texts, tokenizer.items[item.kind].ids, strict=True))
     return names

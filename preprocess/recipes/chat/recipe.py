@@ -120,7 +120,8 @@ def _message(turn: RowTurn, reader: ContentReader, keys: KeyLog) -> Message:
     if turn.role == "assistant" and not turn.learned:
         weight = 0.0
     calls = () if turn.calls is None else tuple(read_calls(turn.calls, f"{turn.where}.tool_calls", keys))
-    return Message(turn.role, parts, _reasoning(turn), calls, weight)
+    call_id = turn.entry.get("tool_call_id") if turn.role == "tool" else None
+    return Message(turn.role, parts, _reasoning(turn), calls, weight, call_id if isinstance(call_id, str) else None)
 
 
 def _reasoning(turn: RowTurn) -> str | None:

@@ -20,7 +20,9 @@ _CALL_HARMLESS = frozenset({"index"})
 
 
 def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, Any]]:
-    """Yields calls as ``name`` and ``arguments`` mappings. OpenAI writes the arguments as JSON text.
+    """Yields calls as mappings of ``name`` and ``arguments``, and ``id`` if there is one.
+
+    OpenAI writes the arguments as JSON text.
 
     Raises:
         RowRejected: MALFORMED_MESSAGES.
@@ -40,7 +42,8 @@ def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, An
             arguments = _without_padding(arguments, "messages[].tool_calls[].arguments.", keys)
         if not isinstance(arguments, Mapping):
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field}.arguments is not an object: {excerpt(arguments)}")
-        yield {"name": function["name"], "arguments": arguments}
+        known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        yield {**known, "name": function["name"], "arguments": arguments}
 
 
 def read_tools(values: Mapping[str, Any], keys: KeyLog) -> tuple[Mapping[str, Any], ...]:

@@ -42,14 +42,13 @@ _CALL_ROLES = ("function_call", "tool_call")
 #: Keys of the assistant's reasoning: vLLM's and Qwen's, OpenRouter's, TRL's.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 USED_KEYS = frozenset(
-    {"role", "from", "content", "value", "tool_calls", "function_call", *REASONING_KEYS, *TURN_WEIGHTS}
+    {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", *REASONING_KEYS, *TURN_WEIGHTS}
 )
 HARMLESS_KEYS = frozenset(
     {
         "name",
         "id",
         "index",
-        "tool_call_id",
         "annotations",
         "timestamp",
         "created_at",

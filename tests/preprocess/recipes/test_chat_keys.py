@@ -157,7 +157,6 @@ class TestReported:
             "messages[].content[].cache_control",
             "messages[].content[].image_url.detail",
             "messages[].name",
-            "messages[].tool_call_id",
             "messages[].tool_calls[].index",
             "question_id",
             "source",
