@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -23,6 +23,9 @@ from PIL import Image
 from tests import forked, property_tests
 from tests.object_store import object_store, object_store_server  # noqa: F401
 from tests.proxy import proxy  # noqa: F401
+
+if TYPE_CHECKING:
+    from tests.preprocess.command_line import Ended  # needs psutil, which GPU machines may lack
 
 property_tests.load_profiles()
 gc.disable()  # until all is collected: each time, the collector would look through what was imported so far
@@ -94,6 +97,25 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
             datasets.disable_progress_bars()
         yield
+
+
+@pytest.fixture
+def vlmdata(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Runs the console script's function in this process: what it says and how it exits, without its start-up."""
+    from tests.preprocess.command_line import Ended
+    from vlmdata.cli.main import main
+
+    def call(*arguments: Any, columns: int = 120) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["vlmdata", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", str(columns))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main()
+        output = capsys.readouterr()
+        code = caught.value.code
+        return Ended(code if isinstance(code, int) else int(code is not None), output.out, output.err)
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.conftest import build_dataset
 from tests.documents import build_documents
 from tests.inspect.raw import RawSample, read_samples
 from tests.list_recipe import build_lists
+from tests.preprocess.command_line import Ended
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.storage.open import open_dataset
 
@@ -143,21 +144,11 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
     return lambda directory: Path(shutil.copytree(directory, tmp_path / directory.name))
 
 
-Command = Callable[..., tuple[int, str, str]]
+Command = Callable[..., Ended]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs ``vlmdata inspect`` in this process, 100 columns wide; gives exit code, stdout and stderr."""
-    from vlmdata.cli.main import main
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "100")
-        monkeypatch.setenv("NO_COLOR", "1")
-        monkeypatch.setattr(sys, "argv", ["vlmdata", "inspect", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_of:
-            main()
-        captured = capsys.readouterr()
-        return int(exit_of.value.code or 0), captured.out, captured.err
-
-    return run
+def command(vlmdata: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs ``vlmdata inspect`` in this process, 100 columns wide."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    return partial(vlmdata, "inspect", columns=100)

@@ -7,7 +7,6 @@ import inspect
 import json
 import logging
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import vlmdata.inspect.run
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
+from tests.preprocess.command_line import Ended
 from vlmdata import Blend, LoaderConfig, StreamingLoader, open_dataset
-from vlmdata.cli.main import main
 from vlmdata.errors import UsageError
 from vlmdata.loader import config as declared
 from vlmdata.loader.config import Packing, Parallelism, Reading, loader_options
@@ -47,16 +46,12 @@ SIZES = {"capacity": 896, "global_batch": 1}
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs ``vlmdata`` in this process; gives exit code, stdout and stderr."""
+def run(vlmdata: Callable[..., Ended]) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``vlmdata`` in this process; gives exit code, stdout, and the words of stderr."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vlmdata", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, " ".join(said.err.split())
+        code, said, error = vlmdata(*arguments, columns=200)
+        return code, said, " ".join(error.split())
 
     return call
 

@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -25,8 +24,7 @@ TOKENIZER = ("--tokenizer", "embedded")
 SMALL_IMAGES = (*TOKENIZER, "--min-pixels", "1024", "--max-pixels", "65536")
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a command ended."""
 
     code: int

@@ -12,7 +12,6 @@ from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import cord_row, write_cord_parquet
-from tests.preprocess.conftest import vlmdata  # noqa: F401 (a fixture)
 
 NAME = "tests.select.conftest:Languages"
 

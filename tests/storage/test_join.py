@@ -19,7 +19,6 @@ from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.object_store import ObjectStore
 from tests.preprocess.command_line import Ended
-from tests.preprocess.conftest import vlmdata  # noqa: F401 (a fixture)
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.sample import describe_sample
@@ -213,7 +212,7 @@ class TestDuplicates:
 
     def test_they_are_joined_on_demand(
         self,
-        vlmdata: Callable[..., Ended],  # noqa: F811
+        vlmdata: Callable[..., Ended],
         two: tuple[Path, Path],
         tmp_path: Path,
     ) -> None:
@@ -280,7 +279,7 @@ def test_an_object_store_copies_the_shards_itself(
     assert verify_dataset(tmp_path / "down").faults == []
 
 
-def test_command(vlmdata: Callable[..., Ended], two: tuple[Path, Path], tmp_path: Path) -> None:  # noqa: F811
+def test_command(vlmdata: Callable[..., Ended], two: tuple[Path, Path], tmp_path: Path) -> None:
     ended = vlmdata("join", *two, "--out", tmp_path / "out", "--json")
     assert ended.code == 0, ended.stderr
     assert json.loads(ended.stdout)["shards"] == {How.LINKED.name.lower(): 5}

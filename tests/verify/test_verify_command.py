@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.preprocess.command_line import run
-from vlmdata.cli.main import main
 
 
 @pytest.fixture
-def verify(monkeypatch, capsys):
-    """Runs the command in this process; gives exit code, stdout and stderr."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vlmdata", "verify", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_of:
-            main()
-        captured = capsys.readouterr()
-        return int(exit_of.value.code or 0), captured.out, captured.err
-
-    return call
+def verify(vlmdata):
+    """Runs ``vlmdata verify`` in this process."""
+    return partial(vlmdata, "verify")
 
 
 def damage(directory: Path) -> None:

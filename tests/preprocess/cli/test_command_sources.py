@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import tree_bytes
-from tests.preprocess.command_line import SMALL_IMAGES
-from vlmdata.cli.main import main
+from tests.preprocess.command_line import SMALL_IMAGES, Ended
 from vlmdata.format.manifest import Manifest
 from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
@@ -21,19 +20,9 @@ OPTIONS = ("--recipe", "chat", "--tokenizer", "embedded", "-j", 1, "--rows-per-s
 
 
 @pytest.fixture
-def vlmdata(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command in this process; gives its exit code, stdout and stderr."""
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vlmdata", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "400")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main()
-        output = capsys.readouterr()
-        return int(caught.value.code or 0), output.out, output.err
-
-    return call
+def vlmdata(vlmdata: Callable[..., Ended]) -> Callable[..., Ended]:
+    """Runs the command in this process, on a terminal so wide that no message is broken."""
+    return partial(vlmdata, columns=400)
 
 
 def chat_row(n: int) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from preprocess.shards.fingerprints import recipe_fingerprint
 from preprocess.shards.job import ShardRecord, shortened
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
-from tests.preprocess.command_line import TOKENIZER
-from vlmdata.cli.main import main
+from tests.preprocess.command_line import TOKENIZER, Ended
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest, ShardInfo, Totals, summed
 from vlmdata.reasons import Reason
@@ -75,17 +74,13 @@ def test_strict_rejects_rows_with_unknown_keys_alone(tmp_path: Path) -> None:
     assert rejections[0].message.startswith("keys that the recipe does not know: mood. --strict")
 
 
-def test_the_command_has_the_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_has_the_options(tmp_path: Path, vlmdata: Callable[..., Ended]) -> None:
     rows = [{"query": "What is <image>?", "response": "A tag."}, {"query": "?", "response": "x", "mood": "fine"}]
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ("--strict", "-O", "stray_marks=plain", "-j", "1", "--json", *TOKENIZER)
-    monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(source), "--out", str(tmp_path / "out"), *options])
-    with pytest.raises(SystemExit):
-        main()
-    assert json.loads(capsys.readouterr().out)["rejects"] == {"unknown_keys": 1}
+    ended = vlmdata("preprocess", source, "--out", tmp_path / "out", *options)
+    assert json.loads(ended.stdout)["rejects"] == {"unknown_keys": 1}
 
 
 def test_are_shown_in_the_summary_and_in_its_json(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import tree_bytes
+from tests.preprocess.command_line import TOKENIZER, Ended
 from vlmdata import StreamingLoader, open_dataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
@@ -213,19 +215,14 @@ def test_a_changed_byte_of_a_shared_image_is_found(datasets: dict[str, Path], tm
     assert found >= {KEYS[0], KEYS[1], KEYS[2], KEYS[6]}
 
 
-def test_all_samples_of_a_row_are_on_one_side_of_a_holdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.preprocess.command_line import TOKENIZER
-    from vlmdata.cli.main import main
-
+def test_all_samples_of_a_row_are_on_one_side_of_a_holdout(tmp_path: Path, vlmdata: Callable[..., Ended]) -> None:
     made = [
         {"messages": [m for t in range(3) for m in (turn("user", f"{n} {t}?"), turn("assistant", f"{n} {t}."))]}
         for n in range(12)
     ]
     path = write_jsonl(tmp_path / "rows.jsonl", made)
-    options = ["--holdout", "0.3", "--train-turns", "each", "--json", "-j", "1", *TOKENIZER]
-    monkeypatch.setattr("sys.argv", ["vlmdata", "preprocess", str(path), "--out", str(tmp_path / "out"), *options])
-    with pytest.raises(SystemExit):
-        main()
+    options = ("--holdout", 0.3, "--train-turns", "each", "--json", "-j", 1, *TOKENIZER)
+    vlmdata("preprocess", path, "--out", tmp_path / "out", *options)
     sides = [set(open_dataset(tmp_path / "out" / side).index.source_row.tolist()) for side in ("train", "validation")]
     assert all(sides)
     assert sides[0] | sides[1] == set(range(12))

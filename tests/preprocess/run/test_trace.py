@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,30 +11,21 @@ import pytest
 
 from tests.chat_rows import data_uri, image_item, turn, write_jsonl
 from tests.list_recipe import LIST_ROWS, NAME
-from tests.preprocess.command_line import TOKENIZER
-from vlmdata.cli.main import main
+from tests.preprocess.command_line import TOKENIZER, Ended
 
-Trace = Callable[..., tuple[int, str, str]]
+Trace = Callable[..., Ended]
 
 
 @pytest.fixture
-def trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Trace:
+def trace(vlmdata: Callable[..., Ended], tmp_path: Path) -> Trace:
     """Runs ``vlmdata preprocess`` in this process; gives exit code, stdout and stderr."""
     source = write_jsonl(tmp_path / "rows.jsonl", [*LIST_ROWS, {"form": "list", "samples": 3}])
 
-    def run(row: int, *arguments: object, of: Path = source, recipe: str = NAME) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "120")
-        options = (*TOKENIZER, "--recipe", recipe, "--trace", row, *arguments)
-        monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(of), *map(str, options)])
+    def run(row: int, *arguments: object, of: Path = source, recipe: str = NAME) -> Ended:
         before = sorted(tmp_path.iterdir())
-        try:
-            main()
-            code = 0
-        except SystemExit as error:
-            code = int(error.code or 0)
+        ended = vlmdata("preprocess", of, *TOKENIZER, "--recipe", recipe, "--trace", row, *arguments)
         assert sorted(tmp_path.iterdir()) == before  # nothing is written
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return ended
 
     return run
 
@@ -121,23 +111,14 @@ def test_a_row_outside_the_source_is_refused(trace: Trace, row: int) -> None:
     assert f"--trace {row}: the source has 9 rows, numbered from 0" in error
 
 
-def test_a_run_with_unexpected_errors_suggests_it(
-    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [*TOKENIZER, "--recipe", NAME, "--max-reject-rate", "1", "-j", "1"]
-    arguments = [str(tmp_path / "rows.jsonl"), *options, "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    suggested = "unexpected errors: add --trace 6 to the command for the first traceback"
-    assert suggested in capsys.readouterr().out
-    monkeypatch.setattr(
-        sys, "argv", ["vlmdata", "preprocess", *arguments[:-1], str(tmp_path / "both"), "--holdout", "0.5"]
-    )
-    with pytest.raises(SystemExit):
-        main()
-    assert re.search(r"unexpected errors: add --trace [68] to the command", capsys.readouterr().out)
+def test_a_run_with_unexpected_errors_suggests_it(trace: Trace, tmp_path: Path, vlmdata: Callable[..., Ended]) -> None:
+    options = (*TOKENIZER, "--recipe", NAME, "--max-reject-rate", 1, "-j", 1)
+    arguments = ("preprocess", tmp_path / "rows.jsonl", *options, "--out")
+    ended = vlmdata(*arguments, tmp_path / "out")
+    assert not ended.code
+    assert "unexpected errors: add --trace 6 to the command for the first traceback" in ended.stdout
+    ended = vlmdata(*arguments, tmp_path / "both", "--holdout", 0.5)
+    assert re.search(r"unexpected errors: add --trace [68] to the command", ended.stdout)
     assert 'raise KeyError("answer")' in trace(6, "--holdout", "0.5")[1]
     lines = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
     (found,) = [line["message"] for line in lines if line["row"] == 6]

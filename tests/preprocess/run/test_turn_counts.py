@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from preprocess.sources.open import open_source
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import tree_bytes
 from tests.preprocess.chat.unusual import write_tokenizer
-from tests.preprocess.command_line import TOKENIZER
+from tests.preprocess.command_line import TOKENIZER, Ended
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect import describe_dataset, describe_sample
@@ -182,18 +183,11 @@ def test_inspect_finds_them(whole: RunResult, source: Path) -> None:
     assert not [f for f in describe_sample(dataset, "000000004").findings if f.severity is Severity.WARNING]
 
 
-def test_trace_shows_each_turn_and_what_is_dropped(
-    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from vlmdata.cli.main import main
-
-    shown = []
-    for turns in ("all", "each"):
-        options = ["--trace", "0", "--train-turns", turns, *TOKENIZER]
-        monkeypatch.setattr("sys.argv", ["vlmdata", "preprocess", str(source), *options])
-        with pytest.raises(SystemExit):
-            main()
-        shown.append(capsys.readouterr().out)
+def test_trace_shows_each_turn_and_what_is_dropped(source: Path, vlmdata: Callable[..., Ended]) -> None:
+    shown = [
+        vlmdata("preprocess", source, "--trace", 0, "--train-turns", turns, *TOKENIZER).stdout
+        for turns in ("all", "each")
+    ]
     assert "reasoning of so many turns, by the template" in shown[0]
     assert "sample 000000000-000 to 000000000-002" in shown[1]
     assert "turn 000000000-002" in shown[1]

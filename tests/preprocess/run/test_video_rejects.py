@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import sys
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image
 from tests.media.video.clips import clip, without_frames
 from tests.media.video.test_frames import cut
-from tests.preprocess.command_line import SMALL_IMAGES
+from tests.preprocess.command_line import SMALL_IMAGES, Ended
 from vlmdata import StreamingLoader, open_dataset
-from vlmdata.cli.main import main
 from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.sample import describe_sample
 from vlmdata.verify.dataset import verify_dataset
@@ -130,20 +129,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(folder / "rows.jsonl", chats)
 
 
-def run(rows: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> dict[int, dict[str, Any]]:
+def run(vlmdata: Callable[..., Ended], rows: Path, out: Path, *more: str) -> dict[int, dict[str, Any]]:
     """Runs the command in this process. Returns its ledger by row."""
     limits = ("--max-source-pixels", "240000", "--max-reject-rate", "1", "--workers", "1", "--max-length", "6000")
-    options = (*SMALL_IMAGES, *limits, *more)
-    monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(rows), "--out", str(out), *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+    assert not vlmdata("preprocess", rows, "--out", out, *SMALL_IMAGES, *limits, *more).code
     entries = [json.loads(line) for line in (out / LEDGER_NAME).read_text().splitlines()]
     return {entry["row"]: entry for entry in entries}
 
 
-def test_each_reason_is_in_the_ledger(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(rows, tmp_path / "out", monkeypatch)
+def test_each_reason_is_in_the_ledger(rows: Path, tmp_path: Path, vlmdata: Callable[..., Ended]) -> None:
+    found = run(vlmdata, rows, tmp_path / "out")
     expected = {row: reason for row, (_, reason, _) in enumerate(ROWS) if reason is not None}
     assert {row: entry["reason"] for row, entry in found.items()} == expected
     for row, (_, _, message) in enumerate(ROWS):
@@ -172,9 +167,9 @@ def test_each_reason_is_in_the_ledger(rows: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_damaged_videos_are_kept_up_to_the_damage_if_asked(
-    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: Path, tmp_path: Path, vlmdata: Callable[..., Ended]
 ) -> None:
-    found = run(rows, tmp_path / "out", monkeypatch, "--damaged-videos", "keep", "--video-max-frames", "4")
+    found = run(vlmdata, rows, tmp_path / "out", "--damaged-videos", "keep", "--video-max-frames", "4")
     assert 8 not in found
     dataset = open_dataset(tmp_path / "out")
     (origin,) = dataset.metadata(dataset.index.source_row.tolist().index(8))["images"]
@@ -184,15 +179,9 @@ def test_damaged_videos_are_kept_up_to_the_damage_if_asked(
     assert verify_dataset(tmp_path / "out").faults == []
 
 
-def test_a_trace_shows_the_frames(
-    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(rows), *SMALL_IMAGES, "--trace", "0"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    shown = capsys.readouterr().out
+def test_a_trace_shows_the_frames(rows: Path, vlmdata: Callable[..., Ended]) -> None:
+    code, shown, _ = vlmdata("preprocess", rows, *SMALL_IMAGES, "--trace", 0, columns=200)
+    assert not code
     assert f"video {ITEM} (good.mp4)" in shown
     assert "of 64 × 48, 30 frames, stored as 6 frames from 0.00 to 2.90 s of 64 × 64" in " ".join(shown.split())
     assert "<1.4 seconds><|vision_start|><|video_pad|> × 4<|vision_end|>" in shown

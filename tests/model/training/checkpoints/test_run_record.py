@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,19 @@ pytest.importorskip("megatron.core")
 
 from tests.model.training.conftest import steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
-from vlmdata.cli.main import main
+from tests.preprocess.command_line import Ended
 from vlmdata.packing.config import ALGORITHM_VERSION
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def vlmdata(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command in this process; gives exit code, stdout and stderr."""
+def vlmdata(vlmdata: Callable[..., Ended]) -> Any:
+    """Runs the command in this process; gives exit code, stdout, and the words of stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vlmdata", *map(str, arguments)])
-        capsys.readouterr()  # what training said
-        with pytest.raises(SystemExit) as exit_of:
-            main()
-        captured = capsys.readouterr()
-        return int(exit_of.value.code or 0), captured.out, " ".join(captured.err.split())
+        code, said, error = vlmdata(*arguments)
+        return code, said, " ".join(error.split())
 
     return run
 
