@@ -43,6 +43,7 @@ from model.training.settings.model_settings import settings_of
 from model.training.step import LaunchedStep, Stepper, StepResult
 from model.training.vision_side import VisionSide, vision_side
 from vlmdata import PackedBatch, StreamingLoader
+from vlmdata.integrations.images import image_notes
 from vlmdata.integrations.videos import video_notes
 from vlmdata.loader.run_record import RunRecord
 from vlmdata.wording import counted, duration
@@ -113,7 +114,8 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
         if plan is not None:
             log.say(plan.described())
         if place.rank == 0:
-            notes += video_notes([(each.name, each.manifest) for each in loader.datasets], config.model.hf)
+            named = [(each.name, each.manifest) for each in loader.datasets]
+            notes += [*image_notes(named, config.model.hf), *video_notes(named, config.model.hf)]
         for note in [*_empty_packs(loader), *also_trained_on(sets, loader), *notes]:
             log.say(note)
         steps = _Loop(config, architecture, plan, place, learner, vision, checkpoints, loader, sets, log, device)

@@ -13,6 +13,7 @@ from vlmdata.integrations.check.own import builder_of, is_function
 from vlmdata.integrations.check.packs import check_data
 from vlmdata.integrations.check.report import Subject
 from vlmdata.integrations.check.run import transformers_model
+from vlmdata.integrations.images import image_notes
 from vlmdata.integrations.videos import video_notes
 from vlmdata.storage.open import open_dataset
 
@@ -67,6 +68,7 @@ def check_named(model: str, data: str, options: Options) -> tuple[Subject, Resul
         kind = inner.config.model_type
     made = [first]
     result = check(lambda: made.pop() if made else build(), batches, dtype, device, gradients=options.gradients)
+    named, served = [(data, dataset.manifest)], None if is_function(model) else model
     subject = Subject(
         model=model,
         model_type=kind or type(first.model).__name__,
@@ -78,7 +80,7 @@ def check_named(model: str, data: str, options: Options) -> tuple[Subject, Resul
         data=data,
         samples=tuple(each.rows[0].key for each in batches.alone),
         tokens=batches.packs[0].batch.total_tokens,
-        notes=tuple(video_notes([(data, dataset.manifest)], None if is_function(model) else model)),
+        notes=(*image_notes(named, served), *video_notes(named, served)),
     )
     return subject, result
 
