@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import itertools
-import threading
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from tests.loader.helpers import assert_same, epoch_of, stream
 from tests.loader.rows import chat_rows
 from tests.object_store import ObjectStore, forget_file_systems
 from tests.proxy import FAULTS, Proxy, Trouble
+from tests.web import serving_files
 from vlmdata.errors import ChangedDataError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, Reading
@@ -130,29 +127,12 @@ class TestDamage:
 
 
 class TestWebServers:
-    @pytest.fixture
-    def server(self, chat: Path) -> Iterator[http.server.ThreadingHTTPServer]:
-        """One that sends whole files only."""
-        asked: list[str] = []
-
-        class WholeFiles(http.server.SimpleHTTPRequestHandler):
-            def log_message(self, *_: Any) -> None:
-                asked.append(self.path)
-
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(WholeFiles, directory=str(chat))) as running:
-            running.asked = asked  # type: ignore[attr-defined]
-            threading.Thread(target=running.serve_forever, daemon=True).start()
-            yield running
-            running.shutdown()
-
-    def test_one_that_sends_no_ranges_is_told_at_its_first_answer(
-        self, server: http.server.ThreadingHTTPServer
-    ) -> None:
+    def test_one_that_sends_no_ranges_is_told_at_its_first_answer(self, chat: Path) -> None:
         pytest.importorskip("aiohttp")
-        place = f"http://127.0.0.1:{server.server_port}"
-        with pytest.raises(DatasetFormatError, match=r'shard-\d+\.tar: .*cannot send ranges: use fetch="shards"'):
-            epoch_of(place, fetch="ranges")
-        assert len([path for path in server.asked if path.endswith(".tar")]) == 1  # type: ignore[attr-defined]
+        message = r'shard-\d+\.tar: .*cannot send ranges: use fetch="shards"'
+        with serving_files(chat) as web, pytest.raises(DatasetFormatError, match=message):
+            epoch_of(web.url, fetch="ranges")
+        assert len([path for path in web.asked if path.endswith(".tar")]) == 1
 
     def test_one_that_sends_ranges_will_do(self, chat: Path, object_store: ObjectStore) -> None:
         pytest.importorskip("aiohttp")

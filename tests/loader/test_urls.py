@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import pickle
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from typer.testing import CliRunner, Result
 from tests.loader.helpers import assert_same, epoch_of
 from tests.loader.remote_fs import TroubledFileSystem
 from tests.object_store import ObjectStore
+from tests.web import serving_files
 from vlmdata import open_dataset
 from vlmdata.cli.main import app
 from vlmdata.errors import DatasetFormatError
@@ -124,17 +122,8 @@ def test_plan_reports_the_same(url: str, chat: Path) -> None:
 
 def test_a_web_server_without_range_requests_is_enough(chat: Path) -> None:
     pytest.importorskip("aiohttp")
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(chat.parent))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            assert_same(epoch_of(f"http://127.0.0.1:{server.server_port}/{chat.name}"), epoch_of(chat))
-        finally:
-            server.shutdown()
+    with serving_files(chat.parent) as web:
+        assert_same(epoch_of(f"{web.url}/{chat.name}"), epoch_of(chat))
 
 
 class TestVerify:

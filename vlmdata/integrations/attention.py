@@ -168,32 +168,21 @@ def _of_torch() -> Kernel | None:
         return None
     if not {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters):
         return None  # torch 2.10 has no scale
-
-    def kernel(
-        q: Any,
-        k: Any,
-        v: Any,
-        bounds: Any,
-        longest: int,
-        causal: bool,
-        scale: float | None,
-        left: int = -1,
-        keys: tuple[torch.Tensor, int] | None = None,
-    ) -> torch.Tensor:
-        key_bounds, longest_key = keys or (bounds, longest)
-        window = (left, 0 if causal else -1)
-        out = varlen_attn(q, k, v, bounds, key_bounds, longest, longest_key, scale=scale, window_size=window)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    return kernel
+    return _kernel(lambda *given, causal, scale, window: varlen_attn(*given, scale=scale, window_size=window))
 
 
 def _of_flash_attn() -> Kernel | None:
     try:
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_varlen_func as varlen
     except ImportError:
         return None
+    return _kernel(
+        lambda *given, causal, scale, window: varlen(*given, softmax_scale=scale, causal=causal, window_size=window)
+    )
+
+
+def _kernel(varlen: Callable[..., Any]) -> Kernel:
+    """Makes a :data:`Kernel` of a function with arguments for keys and a window on both sides."""
 
     def kernel(
         q: Any,
@@ -208,9 +197,8 @@ def _of_flash_attn() -> Kernel | None:
     ) -> torch.Tensor:
         key_bounds, longest_key = keys or (bounds, longest)
         window = (left, 0 if causal else -1)
-        out: torch.Tensor = flash_attn_varlen_func(
-            q, k, v, bounds, key_bounds, longest, longest_key, softmax_scale=scale, causal=causal, window_size=window
-        )
+        out = varlen(q, k, v, bounds, key_bounds, longest, longest_key, causal=causal, scale=scale, window=window)
+        assert isinstance(out, torch.Tensor)
         return out
 
     return kernel

@@ -192,15 +192,12 @@ class TorchGatedDeltaNet(PackedGatedDeltaNet):
         self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
         self.bias = self.conv_bias = False
         self.cp_size, self.tp_size = pg_collection.cp.size(), pg_collection.tp.size()
-        self.sp_size = self.tp_size if config.sequence_parallel else 1
-        self.hidden_size, self.act_fn, self.activation = config.hidden_size, config.activation_func, "silu"
-        self.conv_kernel_dim = config.linear_conv_kernel_dim
+        self.hidden_size, self.conv_kernel_dim = config.hidden_size, config.linear_conv_kernel_dim
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.qk_dim = self.key_head_dim * self.num_key_heads
         self.v_dim = self.value_head_dim * self.num_value_heads
         self.qk_dim_local_tp, self.v_dim_local_tp = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
-        self.num_k_heads_local_tp = self.num_key_heads // self.tp_size
         self.num_v_heads_local_tp = self.num_value_heads // self.tp_size
         self._setup_variant_attrs()
         self.in_proj_qkvg_dim = self.qk_dim * 2 + self.v_dim * 2

@@ -6,8 +6,6 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -23,6 +21,7 @@ from preprocess.sources.open import open_source
 from tests.conftest import encoded_image, tree_bytes
 from tests.object_store import forget_file_systems
 from tests.proxy import Request, Trouble
+from tests.web import serving_files
 from vlmdata import attempts
 from vlmdata.errors import SourceError
 from vlmdata.format.schema import IMAGE_FILES_NAME, LEDGER_NAME, MANIFEST_NAME
@@ -156,14 +155,8 @@ class TestWebAddress:
         for name in self.NAMES:
             (tmp_path / "images" / name).write_bytes(name.encode())
 
-        class Handler(SimpleHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                pass
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as server:
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_port}/images"
-            server.shutdown()
+        with serving_files(tmp_path) as web:
+            yield f"{web.url}/images"
 
     NAMES = ("a.png", "a b.png", "what?.png", "a#1.png", "100%.png", "a%20b.png", "é.png", "a+b;c&d.png", "sub/b.png")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.media.video.clips import clip
 from tests.object_store import ObjectStore
+from tests.web import serving_files
 from vlmdata import open_dataset
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.verify.dataset import verify_dataset
@@ -38,15 +36,8 @@ def clips(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(clips: Path) -> Iterator[str]:
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(clips))) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving_files(clips) as web:
+        yield web.url
 
 
 def rows(folder: Path, named: list[Any]) -> Path:
