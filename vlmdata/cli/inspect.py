@@ -51,6 +51,9 @@ def inspect(
             "with --html as pictures.",
         ),
     ] = None,
+    versions: Annotated[
+        bool, _look("--versions", help="The versions, with rows and shards that differ; `vlmdata diff` compares two.")
+    ] = False,
     check: Annotated[str, _look(metavar="N|all", help="Number of samples to check for findings.")] = "1000",
     html: Annotated[str | None, _page(metavar="FILE", help="Write a self-contained page.")] = None,
     samples: Annotated[int, _page(min=0, help="Samples in the page: extremes, suspects, then random.")] = 50,
@@ -96,6 +99,7 @@ def inspect(
 
     looks = {"--sample": sample, "--row": row, "--find": find, "--pack": pack, "--step": step, "--html": html}
     chosen = [name for name, value in looks.items() if value is not None] + ["--serve"] * serve
+    chosen += ["--versions"] * versions
     if duplicates is not None and html is None:
         chosen.append("--duplicates")
     if len(chosen) > 1:
@@ -117,6 +121,8 @@ def inspect(
         look.pack(pack)
     elif step is not None:
         look.step(*_epoch_and_step(step, of_run=choice.run is not None))
+    elif versions:
+        look.versions()
     elif duplicates is not None and html is None:
         look.duplicates(duplicates)
     elif html is not None:

@@ -25,8 +25,10 @@ from vlmdata.inspect.terminal.card import print_card
 from vlmdata.inspect.terminal.duplicates import print_pairs
 from vlmdata.inspect.terminal.sample import print_sample
 from vlmdata.inspect.terminal.trace import print_found, print_row, print_step
+from vlmdata.inspect.terminal.versions import print_versions
 from vlmdata.inspect.tokens import TokenTexts
 from vlmdata.inspect.trace import describe_row, describe_step, found_samples, step_of_run
+from vlmdata.inspect.versions import VersionHistory
 from vlmdata.loader.mixture import expanded, mixture_in
 from vlmdata.select.marks import read_report
 from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
@@ -58,6 +60,11 @@ class Inspection:
         """Prints the dataset card."""
         card = self._card(self._dataset("a card"), check)
         self._show(card, lambda console: print_card(console, card))
+
+    def versions(self) -> None:
+        """Prints the versions of the dataset."""
+        found = VersionHistory(self._dataset("--versions")).describe()
+        self._show({"versions": found}, lambda console: print_versions(console, found))
 
     def sample(self, which: str, tokens: bool) -> None:
         """Prints one sample."""

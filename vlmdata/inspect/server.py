@@ -31,6 +31,7 @@ from vlmdata.inspect.page.payload import dataset_name, dataset_payload, safe, sa
 from vlmdata.inspect.query import candidates, parse_query, search
 from vlmdata.inspect.sample import THUMBNAIL_SIDE, SampleDescriber
 from vlmdata.inspect.serialise import to_json
+from vlmdata.inspect.versions import VersionHistory
 from vlmdata.media.image_file import image_file
 from vlmdata.wording import counted
 
@@ -81,7 +82,7 @@ class InspectApp(MixtureApp):
 
     def __init__(self, dataset: VlmDataset, card: DatasetCard, packs: EpochPacks):
         super().__init__(dataset_name(dataset), packs, dataset_payload(dataset, card))
-        self._dataset = dataset
+        self._dataset, self._history = dataset, VersionHistory(dataset)
         self._describe = SampleDescriber(dataset)
         # Candidates of the last few queries, since scrolling repeats the same query.
         suspicious = suspicious_samples(card)
@@ -95,6 +96,8 @@ class InspectApp(MixtureApp):
             Route("/api/samples/{index:int}", self._sample, methods=["GET"]),
             Route("/api/samples/{index:int}/images/{number:int}", self._image, methods=["GET"]),
             Route("/api/samples/{index:int}/thumbnail", self._thumbnail, methods=["GET"]),
+            Route("/api/versions", self._versions, methods=["GET"]),
+            Route("/api/versions/compare", self._compare, methods=["GET"]),
         ]
 
     def _list(self, request: Request) -> Response:
@@ -130,6 +133,15 @@ class InspectApp(MixtureApp):
         try:
             return self._describe.image(self._index(request), number, patch)
         except NotFoundError as error:
+            raise HTTPException(404, str(error)) from error
+
+    def _versions(self, request: Request) -> Response:
+        return _json(self._history.page())
+
+    def _compare(self, request: Request) -> Response:
+        try:
+            return _json(self._history.comparison(_number(request, "first"), _number(request, "second")))
+        except UsageError as error:
             raise HTTPException(404, str(error)) from error
 
     def _index(self, request: Request) -> int:

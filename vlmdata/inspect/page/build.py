@@ -22,12 +22,13 @@ from vlmdata.inspect.frames import shown_frames
 from vlmdata.inspect.page.payload import dataset_name, dataset_payload, sample_payload, summary_payload
 from vlmdata.inspect.sample import FRAME_SIDE, PAGE_SIDE, THUMBNAIL_SIDE, SampleDescriber
 from vlmdata.inspect.serialise import to_json
+from vlmdata.inspect.versions import VersionHistory
 from vlmdata.media.image_file import image_file
 from vlmdata.version import __version__
 
 _HERE = Path(__file__).parent
 #: The parts of the script, in order, in one function scope.
-_SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "packs", "mixture", "main")
+_SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "packs", "mixture", "versions", "main")
 _FINDINGS_FIRST = 3
 #: Frames of a video in a page of one file.
 _PAGE_FRAMES = 12
@@ -106,8 +107,8 @@ def page_document(
     packs: Mapping[str, Any],
     mixture: Mapping[str, Any],
 ) -> HtmlPage:
-    """Builds a page with the samples at some positions, each with the reason for showing it, packs and the mixture."""
-    describe = SampleDescriber(dataset)
+    """Builds a page of a dataset: samples at some positions with the reasons for showing them, packs, mixture, versions."""
+    describe, history = SampleDescriber(dataset), VersionHistory(dataset)
     boot = {
         "mode": "file",
         "name": dataset_name(dataset),
@@ -117,6 +118,8 @@ def page_document(
         ],
         "packs": packs,
         "mixture": mixture,
+        "versions": history.page(),
+        "comparisons": history.neighbours(),
     }
     return build_page(boot, {i: _with_images(describe, i) for i in chosen}, served=False)
 

@@ -1,8 +1,8 @@
 // Selects views by the URL fragment, so that back, forward and links work. Also handles theme and keys.
 const view = { name: "", sample: null, grid: true, boxes: true, bounds: false };
 const built = new Set();
-// A page of several datasets has no overview and no samples.
-const BUILD = { ...(BOOT.card ? { overview: buildOverview, samples: buildSamples } : {}), mixture: buildMixture, packs: buildPacks };
+// A page of several datasets has no overview, samples or versions.
+const BUILD = { ...(BOOT.card ? { overview: buildOverview, samples: buildSamples, versions: buildVersions } : {}), mixture: buildMixture, packs: buildPacks };
 for (const link of document.querySelectorAll("nav a")) link.hidden = !BUILD[link.dataset.view];
 
 function route() {
@@ -39,6 +39,7 @@ function press(name) {
 const KEYS = {
   o: () => { location.hash = "#overview"; },
   s: () => { location.hash = "#samples"; },
+  v: () => { location.hash = "#versions"; },
   m: () => { location.hash = "#mixture"; },
   p: () => { location.hash = "#packs"; },
   j: () => stepFrom(1),

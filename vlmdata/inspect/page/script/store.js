@@ -87,6 +87,15 @@ const store = {
   async mixture() {
     return SERVED ? ask("/api/mixture") : BOOT.mixture;
   },
+  async versions() {
+    return SERVED ? ask("/api/versions") : BOOT.versions;
+  },
+  async compareVersions(first, second) {
+    if (SERVED) return ask(`/api/versions/compare?${new URLSearchParams({ first, second })}`);
+    const found = BOOT.comparisons.find((each) => each.first === first && each.second === second);
+    if (!found) throw new Error("this file compares each version with the next one; --serve and vlmdata diff compare any two");
+    return found;
+  },
   async packs(start) {
     return SERVED ? ask(`/api/packs?start=${Number(start)}`) : BOOT.packs;
   },
