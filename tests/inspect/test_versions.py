@@ -69,6 +69,8 @@ def test_a_dataset_without_versions_has_one(demo: Path, tmp_path: Path, command:
 def test_the_server_compares_any_two_as_diff_does(team: Team, vlmdata: Callable[..., Ended]) -> None:
     with serving(team.out) as client:
         assert client.ask("/api/versions").json()["shown"] == 3
+        assert "<title>out@3 · vlmdata inspect</title>" in client.ask("/").text
+        assert client.ask("/api/mixture").json()["datasets"] == ["out@3"]
         for first, second in ((1, 2), (1, 3), (3, 1), (2, 2)):
             found = client.ask(f"/api/versions/compare?first={first}&second={second}").json()
             listed = json.loads(vlmdata("diff", f"{team.out}@{first}", f"{team.out}@{second}", "--json")[1])

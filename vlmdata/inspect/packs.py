@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmdata.inspect.page.payload import safe
+from vlmdata.inspect.page.payload import dataset_name, safe
 from vlmdata.inspect.serialise import to_jsonable
 from vlmdata.inspect.text import one_line
 
@@ -78,7 +77,7 @@ class EpochPacks:
 
 def _names(datasets: Sequence[VlmDataset]) -> list[str]:
     """Returns the last part of each name, or whole names if these are not unique."""
-    short = [one_line(Path(dataset.name).name or dataset.name) for dataset in datasets]
+    short = [dataset_name(dataset) for dataset in datasets]
     return short if len(set(short)) == len(short) else [one_line(dataset.name) for dataset in datasets]
 
 

@@ -107,7 +107,7 @@ def page_document(
     packs: Mapping[str, Any],
     mixture: Mapping[str, Any],
 ) -> HtmlPage:
-    """Builds a page of a dataset: samples at some positions with the reasons for showing them, packs, mixture, versions."""
+    """Builds a page of a dataset: samples by position with the reasons for showing them, packs, mixture, versions."""
     describe, history = SampleDescriber(dataset), VersionHistory(dataset)
     boot = {
         "mode": "file",

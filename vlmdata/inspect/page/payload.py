@@ -10,6 +10,7 @@ from vlmdata.inspect.findings import Finding
 from vlmdata.inspect.sample import SampleDescriber, SampleDescription, Span, SpanKind
 from vlmdata.inspect.serialise import to_jsonable
 from vlmdata.inspect.text import one_line, visible
+from vlmdata.storage.versions import split_version
 
 #: Length of a sample's first words in the list, in characters.
 _WORDS = 80
@@ -83,8 +84,11 @@ def dataset_payload(dataset: VlmDataset, card: Any) -> dict[str, Any]:
 
 
 def dataset_name(dataset: VlmDataset) -> str:
-    """Returns the last part of a dataset's place, for headings."""
-    return one_line(Path(dataset.name).resolve().name or dataset.name)
+    """Returns the last part of a dataset's place, for headings; ``chat@2`` for its second version."""
+    number = dataset.manifest.version.get("number")
+    place = dataset.name if number is None else split_version(dataset.name)[0]
+    name = Path(place).resolve().name or place
+    return one_line(name if number is None else f"{name}@{number}")
 
 
 def safe(value: Any) -> Any:
