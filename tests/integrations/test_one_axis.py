@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.integrations.comparing import (
     assert_same_gradients,
     difference,
     expected_losses,
+    model_of,
     state_of,
     with_images,
 )
@@ -32,8 +33,6 @@ every_model = pytest.mark.parametrize("variant", ONE_AXIS)
 gemma_models = pytest.mark.parametrize("variant", [name for name in ONE_AXIS if name.startswith("gemma4")])
 #: Gemma 4 whose images see themselves.
 SEEING = ("gemma4-dense", "gemma4-experts")
-
-model_of = cache(tiny_model)
 
 
 def targets_of(batch: PackedBatch) -> torch.Tensor:
@@ -50,24 +49,6 @@ def losses_of_own_call(model: Any, batch: PackedBatch, **changes: Any) -> torch.
 
 @every_model
 class TestEqualToSamples:
-    def test_losses(self, variant: str, packs: Packs, samples: Samples) -> None:
-        model, batches = model_of(variant), packs(variant)
-        assert max(each.num_samples for each in batches) > 4
-        for batch in batches:
-            with packed(model), torch.no_grad():
-                losses = token_losses(model, batch)
-            assert losses.shape == (batch.total_tokens,)
-            assert float(losses.max()) > 5 or not batch.num_samples
-            assert difference(losses, batch, model, samples(variant)) < TOLERANCE
-
-    def test_gradients_of_the_weighted_loss(self, variant: str, packs: Packs, samples: Samples) -> None:
-        batch, together, alone = with_images(packs(variant)), tiny_model(variant), tiny_model(variant)
-        assert batch.loss_weights is not None
-        with packed(together):
-            (token_losses(together, batch) * batch.loss_weights[0]).sum().backward()
-        (expected_losses(alone, batch, samples(variant)) * batch.loss_weights[0]).sum().backward()
-        assert_same_gradients(together, alone, at_least=60)
-
     def test_own_calls(self, variant: str, packs: Packs, samples: Samples) -> None:
         model, batch = model_of(variant), with_images(packs(variant))
         assert difference(losses_of_own_call(model, batch), batch, model, samples(variant)) < TOLERANCE

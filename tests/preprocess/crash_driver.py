@@ -60,6 +60,43 @@ def die_at(step: int, folder: Path) -> None:
     sys.addaudithook(hook)
 
 
+def die_at_each_step(run: Callable[[], object], out: Path, whole: dict[str, bytes], soon: int) -> tuple[int, int]:
+    """Runs once for every step at which a run can die, and again to the end, whose result must be the whole one.
+
+    Args:
+        run: Makes or continues a folder.
+        out: The folder.
+        whole: The files of a run without interruption.
+        soon: A run that continues may die as well, at a step below this.
+
+    Returns:
+        The number of steps, and of deaths.
+    """
+
+    def doomed(step: int) -> Callable[[], None]:
+        def work() -> None:
+            die_at(step, out)
+            run()
+
+        return work
+
+    deaths = step = 0
+    while True:
+        shutil.rmtree(out)
+        code = in_child(doomed(step))
+        if code == 0:
+            return step, deaths
+        assert code == -signal.SIGKILL, code
+        deaths += 1
+        if step % 6 == 0:
+            deaths += in_child(doomed(step % soon)) == -signal.SIGKILL
+        assert in_child(run) == 0, f"killed at step {step}, it does not continue"
+        found = tree_bytes(out)
+        different = sorted(name for name in {*found, *whole} if found.get(name) != whole.get(name))
+        assert not different, f"killed at step {step}, the result differs in {different}"
+        step += 1
+
+
 def main(out: Path, spec: str) -> None:
     """Makes the dataset once undisturbed, then once for every step at which it can die."""
     config = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=2)
@@ -72,32 +109,9 @@ def main(out: Path, spec: str) -> None:
     def run() -> None:
         preprocess.run.dataset.preprocess_dataset(source, out, config)
 
-    def doomed(step: int) -> Callable[[], None]:
-        def work() -> None:
-            die_at(step, out)
-            run()
-
-        return work
-
     run()
     preprocess.run.making.require_usable = lambda tokenizer, config: None  # just tried; it takes as long as a shard
-    whole = tree_bytes(out)
-    deaths = step = 0
-    while True:
-        shutil.rmtree(out)
-        code = in_child(doomed(step))
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL, code
-        deaths += 1
-        if step % 6 == 0:  # the run that continues dies as well, soon
-            deaths += in_child(doomed(step % 11)) == -signal.SIGKILL
-        assert in_child(run) == 0, f"killed at step {step}, it does not continue"
-        found = tree_bytes(out)
-        different = sorted(name for name in {*found, *whole} if found.get(name) != whole.get(name))
-        assert not different, f"killed at step {step}, the result differs in {different}"
-        step += 1
-    print(f"{step} {deaths}")
+    print(*die_at_each_step(run, out, tree_bytes(out), soon=11))
 
 
 if __name__ == "__main__":

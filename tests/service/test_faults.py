@@ -17,13 +17,11 @@ import pyarrow.flight as flight
 import pytest
 
 from tests.ports import free_port
-from tests.service.servers import Proxy, Server, assert_equal, serving, start, wait_until
+from tests.service.servers import Proxy, Server, assert_equal, first_query, serving, start, wait_until
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
-from vlmdata.loader.state import Position
 from vlmdata.service.client import filler
 from vlmdata.service.client.filler import Race
-from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.shared_memory import this_place
 
 pytestmark = pytest.mark.slow
@@ -252,22 +250,10 @@ def test_a_client_that_does_not_read_gives_up_its_memory(chat: Path, place: str)
     options = {"capacity": 400_000, "global_batch": 1, "pad_to_capacity": True}
     with serving(chat, "-j", 1, "--memory", "64M", "--drain", 1, "--stall", 1) as server:
         with StreamingLoader(server.url, **options) as loader:
-            fingerprints = tuple(each for _, each in loader.fingerprints)
-            plan = loader.plan_config
+            first = first_query(loader)
         readers = []
         for seed in range(3):
-            query = BatchQuery(
-                fingerprints,
-                dataclasses.replace(plan, seed=seed + 1),
-                Position(),
-                0,
-                1,
-                None,
-                frozenset({"tokens", "labels", "pixels"}),
-                "uint8",
-                "raise",
-                place,
-            )
+            query = dataclasses.replace(first, plan=dataclasses.replace(first.plan, seed=seed + 1), place=place)
             reader = flight.FlightClient(server.url).do_get(flight.Ticket(query.encode()))
             reader.read_chunk()
             readers.append(reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from io import BytesIO
@@ -175,23 +176,28 @@ def test_transparent_pixels_are_white() -> None:
     assert (shown[24:] == 255).all()
 
 
-def test_a_long_file_is_decoded_only_near_the_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded = 0
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Times of the frames that are decoded, if not all from the start."""
+    times: list[int] = []
     real = decoding._Skipping.__iter__
 
-    def counting(self: decoding._Skipping) -> object:
-        nonlocal decoded
+    def noting(self: decoding._Skipping) -> Iterator[av.VideoFrame]:
         for frame in real(self):
-            decoded += 1
+            times.append(frame.pts)
             yield frame
 
-    monkeypatch.setattr(decoding._Skipping, "__iter__", counting)
+    monkeypatch.setattr(decoding._Skipping, "__iter__", noting)
+    return times
+
+
+def test_a_long_file_is_decoded_only_near_the_frames(decoded: list[int]) -> None:
     for container in ("mp4", "matroska", "mpegts"):
         data = clip("libx264", 3000, options={"g": "25", "preset": "ultrafast"}, container=container)
-        decoded = 0
+        decoded.clear()
         indices = [3, 700, 701, 1500, 2999]
         assert [number_of(pixels) for pixels in sampled(data, indices)[1]] == [index % 256 for index in indices]
-        assert decoded < 5 * 30
+        assert 0 < len(decoded) < 5 * 30
 
 
 def cut(data: bytes, first: int, container: str) -> bytes:
@@ -260,20 +266,11 @@ def test_a_unit_that_is_no_picture_is_no_damage() -> None:
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_frames_to_which_no_other_refers_are_decoded_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, decoded = clip("libx264", 60, options={"g": "60", "bf": "3", "sc_threshold": "0"}), 0
-    real = decoding._Skipping.__iter__
-
-    def counting(self: decoding._Skipping) -> object:
-        nonlocal decoded
-        for frame in real(self):
-            decoded += 1
-            yield frame
-
-    monkeypatch.setattr(decoding._Skipping, "__iter__", counting)
+def test_frames_to_which_no_other_refers_are_decoded_only_if_needed(decoded: list[int]) -> None:
+    data = clip("libx264", 60, options={"g": "60", "bf": "3", "sc_threshold": "0"})
     wanted = [0, 1, 2, 31, 59]
     frames = sampled(data, wanted)[1]
-    assert decoded < 50
+    assert 0 < len(decoded) < 50
     whole = sampled(data, list(range(60)))[1]
     assert all(np.array_equal(frame, whole[number]) for frame, number in zip(frames, wanted, strict=True))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,12 +13,9 @@ from datasets import Dataset, Features, Json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.conversation import Conversation, TextPart
-from preprocess.recipes.chat import Chat
-from preprocess.recipes.media import MediaLoader
-from preprocess.row import Row
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
+from tests.preprocess.recipes.chat_recipe import convert, seen, user
 
 NAMES = ("a", "b", "c")
 
@@ -34,25 +30,6 @@ def root(tmp_path: Path) -> Path:
     for name in NAMES:
         (tmp_path / f"{name}.png").write_bytes(name.encode())
     return tmp_path
-
-
-def convert(values: dict[str, Any], root: Path | None = None) -> Conversation:
-    return Chat(Chat.Options(), MediaLoader(None if root is None else str(root), False))(Row(0, values))
-
-
-def seen(conversation: Conversation) -> list[tuple[str, list[str]]]:
-    """Every turn with its parts in order; an image is shown as its bytes in brackets."""
-    return [
-        (
-            message.role,
-            [part.text if isinstance(part, TextPart) else f"[{part.data.decode()}]" for part in message.parts],
-        )
-        for message in conversation.messages
-    ]
-
-
-def user(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]
 
 
 def human(value: str) -> list[dict[str, str]]:

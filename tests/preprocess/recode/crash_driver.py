@@ -5,14 +5,12 @@ Usage: ``crash_driver.py FOLDER``.
 
 from __future__ import annotations
 
-import shutil
-import signal
 import sys
 from pathlib import Path
 
 from preprocess.recode.run import recode_dataset
 from tests.conftest import tree_bytes
-from tests.preprocess.crash_driver import die_at, in_child
+from tests.preprocess.crash_driver import die_at_each_step
 from tests.preprocess.recode.rows import build, write_source
 from vlmdata.media.codecs import REGISTRY
 
@@ -27,26 +25,8 @@ def main(folder: Path) -> None:
     def run() -> None:
         recode_dataset(raw, out, "shuffled-zlib")
 
-    def doomed(step: int) -> None:
-        die_at(step, out)
-        run()
-
     run()  # loads the libraries once, for all the runs to come
-    step = 0
-    while True:
-        shutil.rmtree(out, ignore_errors=True)
-        code = in_child(lambda: doomed(step))  # noqa: B023 (called at once)
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL, code
-        if step % 6 == 0:  # the run that continues dies as well, soon
-            in_child(lambda: doomed(step % 7))  # noqa: B023
-        assert in_child(run) == 0, f"killed at step {step}, it does not continue"
-        found = tree_bytes(out)
-        different = sorted(name for name in {*found, *whole} if found.get(name) != whole.get(name))
-        assert not different, f"killed at step {step}, the result differs in {different}"
-        step += 1
-    print(step)
+    print(die_at_each_step(run, out, whole, soon=7)[0])
 
 
 if __name__ == "__main__":
