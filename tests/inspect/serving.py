@@ -16,7 +16,7 @@ import uvicorn
 
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.packs import EpochPacks
-from vlmdata.inspect.server import build_app
+from vlmdata.inspect.server import InspectApp, MixtureApp, build_app
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.storage.open import open_dataset
 
@@ -75,10 +75,25 @@ def serving(directory: Path, *, host: str = "127.0.0.1", check: int | None = Non
     loader = StreamingLoader(
         directory, capacity=2048, global_batch=1, dp_rank=0, context_parallel=2, parts=("tokens", "labels")
     )
+    with _running(
+        InspectApp(dataset, describe_dataset(dataset, check=check), EpochPacks(loader, 0)), host, options
+    ) as client:
+        yield client
+
+
+@contextmanager
+def mixture_server(file: Path, steps: int) -> Iterator[Client]:
+    """The application over a mixture file, on a free port."""
+    loader = StreamingLoader(file, capacity=2048, global_batch=1, dp_rank=0, parts=("tokens", "labels"))
+    with _running(MixtureApp(file.name, EpochPacks(loader, 0, steps)), "127.0.0.1", {}) as client:
+        yield client
+
+
+@contextmanager
+def _running(served: MixtureApp, host: str, options: dict[str, Any]) -> Iterator[Client]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        card = describe_dataset(dataset, check=check)
-        app = build_app(dataset, card, EpochPacks(loader, 0), host=host, port=port, **options)
+        app = build_app(served, host=host, port=port, **options)
         # Without log_config=None absl's handler (TensorBoard's) is closed, and with it pytest's captured stderr.
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

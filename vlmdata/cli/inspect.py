@@ -24,7 +24,9 @@ def inspect(
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="DIR", help="Dataset directory or fsspec URL (several for --pack, --step). Default: those of --run."
+            metavar="DIR",
+            help="Dataset directory or fsspec URL. --pack, --step, --html and --serve also take several, or a mixture "
+            "file. Default: those of --run.",
         ),
     ] = None,
     sample: Annotated[str | None, _look(metavar="KEY|N", help="One sample, by key or number.")] = None,
@@ -54,6 +56,10 @@ def inspect(
     samples: Annotated[int, _page(min=0, help="Samples in the page: extremes, suspects, then random.")] = 50,
     keys: Annotated[str | None, _page(metavar="KEY,…", help="Show these samples in the page instead.")] = None,
     packs: Annotated[int, _page(min=0, help="Packs in the page.")] = 8,
+    steps: Annotated[
+        int | None,
+        _page(min=1, help="Steps of the mixture in the page, from --epoch on.", show_default="those of the epoch"),
+    ] = None,
     serve: Annotated[bool, _page("--serve", help="Serve the page for the whole dataset.")] = False,
     host: Annotated[str, _page(help="Address to serve on.")] = "127.0.0.1",
     port: Annotated[int, _page(min=0, max=65535, help="Port to serve on; 0 picks a free one.")] = 8765,
@@ -82,6 +88,8 @@ def inspect(
 
     - `vlmdata inspect build/demo --serve`
 
+    - `vlmdata inspect mixture.toml --serve --capacity 16384 --steps 5000` (the mixture over 5,000 steps)
+
     **Exit codes**: 0 done; 2 invalid option, or unknown dataset, sample, pack or step; 3 the page cannot be written.
     """
     from vlmdata.inspect.run import Inspection
@@ -94,9 +102,11 @@ def inspect(
         raise UsageError(f"{' and '.join(chosen)}: choose only one")
     if html is not None and "://" in html:
         raise UsageError(f"--html {html}: the page must be a local file; give a path")
+    if steps is not None and html is None and not serve:
+        raise UsageError("--steps needs --html or --serve; `vlmdata plan --steps` prints the mixture")
     if tokens and chosen not in (["--sample"], ["--row"]):
         raise UsageError("--tokens needs --sample or --row")
-    look = Inspection(choice.data(data or []), choice, epoch, as_json)
+    look = Inspection(choice.data(data or []), choice, epoch, as_json, steps)
     if sample is not None:
         look.sample(sample, tokens)
     elif row is not None:

@@ -17,7 +17,7 @@ from vlmdata.inspect.dataset import DatasetCard, describe_dataset, suspicious_sa
 from vlmdata.inspect.duplicates import duplicate_pairs, grouped
 from vlmdata.inspect.findings import IndexFindings
 from vlmdata.inspect.packs import EpochPacks
-from vlmdata.inspect.page.build import choose_samples, page_document, write_page
+from vlmdata.inspect.page.build import HtmlPage, choose_samples, mixture_document, page_document, write_page
 from vlmdata.inspect.query import candidates, parse_query, search
 from vlmdata.inspect.sample import SampleDescriber, describe_sample, position_of
 from vlmdata.inspect.serialise import to_json
@@ -27,7 +27,7 @@ from vlmdata.inspect.terminal.sample import print_sample
 from vlmdata.inspect.terminal.trace import print_found, print_row, print_step
 from vlmdata.inspect.tokens import TokenTexts
 from vlmdata.inspect.trace import describe_row, describe_step, found_samples, step_of_run
-from vlmdata.loader.mixture import expanded
+from vlmdata.loader.mixture import expanded, mixture_in
 from vlmdata.select.marks import read_report
 from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
 from vlmdata.storage.open import open_dataset, open_for_loading
@@ -43,12 +43,16 @@ _LISTED = 50
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """One run of the command, on some datasets, with the given loader options and an epoch for packs."""
+    """One run of the command, on some datasets, with the given loader options and an epoch for packs.
+
+    ``steps`` is the number of steps of the mixture in the page; None is those of the epoch.
+    """
 
     data: Sequence[str]
     choice: LoaderChoice
     epoch: int
     as_json: bool
+    steps: int | None = None
 
     def card(self, check: int | None) -> None:
         """Prints the dataset card."""
@@ -115,6 +119,14 @@ class Inspection:
         duplicates: Path | None = None,
     ) -> None:
         """Writes the one-file page; of near duplicates, each group of samples in a row."""
+        if self._is_mixture():
+            if keys is not None or duplicates is not None:
+                raise UsageError("--html of several datasets shows no samples, so leave out --keys and --duplicates")
+            found = self._packs()
+            shown = found.page(0, packs)
+            document = mixture_document(self._mixture_name(), shown, found.mixture())
+            self._written(path, document, 0, len(shown["batches"]))
+            return
         dataset = self._dataset("--html")
         card = self._card(dataset, check)
         if duplicates is not None:
@@ -123,28 +135,36 @@ class Inspection:
             chosen = choose_samples(card, len(dataset), count, int(self.choice["seed"]))
         else:
             chosen = dict.fromkeys((position_of(dataset, key.strip()) for key in keys), "asked for")
-        shown = self._packs(dataset).page(0, packs)
-        batches = len(shown["batches"])
-        write_page(path, page_document(dataset, card, chosen, shown))
+        found = self._packs(dataset)
+        shown = found.page(0, packs)
+        document = page_document(dataset, card, chosen, shown, found.mixture())
+        self._written(path, document, len(chosen), len(shown["batches"]))
+
+    def _written(self, path: Path, document: HtmlPage, samples: int, batches: int) -> None:
+        write_page(path, document)
         size = path.stat().st_size
-        written = {"file": str(path), "samples": len(chosen), "packs": batches, "bytes": size}
-        line = f"{path}: {counted(len(chosen), 'sample')}, {counted(batches, 'pack')}, {size / 1e6:,.1f} MB"
+        written = {"file": str(path), "samples": samples, "packs": batches, "bytes": size}
+        line = f"{path}: {counted(samples, 'sample')}, {counted(batches, 'pack')}, {size / 1e6:,.1f} MB"
         self._show(written, lambda console: console.print(line, markup=False, soft_wrap=True))
 
     def serve(self, host: str, port: int, names: Sequence[str], check: int | None) -> None:
         """Serves the page until interrupted."""
         import uvicorn
 
-        from vlmdata.inspect.server import build_app
+        from vlmdata.inspect.server import InspectApp, MixtureApp, build_app
 
-        dataset = self._dataset("--serve")
-        card, packs = self._card(dataset, check), self._packs(dataset)
+        if self._is_mixture():
+            name = self._mixture_name()
+            served = MixtureApp(name, self._packs())
+        else:
+            dataset = self._dataset("--serve")
+            name, served = dataset.name, InspectApp(dataset, self._card(dataset, check), self._packs(dataset))
         with _listen(host, port) as listening:
             port = listening.getsockname()[1]
-            app = build_app(dataset, card, packs, host=host, port=port, names=names)
+            app = build_app(served, host=host, port=port, names=names)
             shown = f"[{host}]" if ":" in host else host
             url = f"http://{shown}:{port}/"
-            line = f"{dataset.name}: {url}  (Ctrl-C to stop)"
+            line = f"{name}: {url}  (Ctrl-C to stop)"
             self._show({"url": url}, lambda console: console.print(line, markup=False, soft_wrap=True))
             # uvicorn's own logging configuration would close handlers that others installed.
             config = uvicorn.Config(
@@ -156,13 +176,23 @@ class Inspection:
     def _card(self, dataset: VlmDataset, check: int | None) -> DatasetCard:
         return describe_dataset(dataset, check=check, seed=int(self.choice["seed"]))
 
-    def _packs(self, dataset: VlmDataset) -> EpochPacks:
-        """Returns the packs of one dataset, none if it has no sample."""
-        return EpochPacks(self._loader([dataset]) if len(dataset) else None, self.epoch)
+    def _packs(self, dataset: VlmDataset | None = None) -> EpochPacks:
+        """Returns the packs of one dataset, none if it has no sample; without it, those of the mixture."""
+        datasets = self._datasets() if dataset is None else [dataset]
+        return EpochPacks(self._loader(datasets) if any(map(len, datasets)) else None, self.epoch, self.steps)
+
+    def _is_mixture(self) -> bool:
+        """Returns True if the page is one of several datasets, or of a mixture file."""
+        return mixture_in(self.data) is not None or len(self.data) > 1
+
+    def _mixture_name(self) -> str:
+        return counted(len(self.data), "dataset") if len(self.data) > 1 else Path(self.data[0]).name
 
     def _dataset(self, what: str) -> VlmDataset:
         if len(self.data) > 1:
-            raise UsageError(f"{what} reads one dataset, got {len(self.data)}; only --pack and --step take several")
+            raise UsageError(
+                f"{what} reads one dataset, got {len(self.data)}; only --pack, --step, --html and --serve take several"
+            )
         return open_dataset(self.data[0])
 
     def _datasets(self) -> list[VlmDataset]:

@@ -1,4 +1,4 @@
-"""The served page: a small read-only web application for one dataset.
+"""The served page: a small read-only web application for one dataset, or for the mixture of several.
 
 It answers only GET requests to its own host names. A foreign page whose name is made to resolve to this machine thus
 gets nothing. It reads only the dataset: no part of a request ever becomes a file name.
@@ -27,7 +27,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard, suspicious_samples
 from vlmdata.inspect.packs import EpochPacks
 from vlmdata.inspect.page.build import HtmlPage, build_page
-from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
+from vlmdata.inspect.page.payload import dataset_name, dataset_payload, safe, sample_payload, summary_payload
 from vlmdata.inspect.query import candidates, parse_query, search
 from vlmdata.inspect.sample import THUMBNAIL_SIDE, SampleDescriber
 from vlmdata.inspect.serialise import to_json
@@ -48,26 +48,19 @@ _HEADERS = {
 }
 
 
-class InspectApp:
-    """The application for one dataset, with its card and packs."""
+class MixtureApp:
+    """The application for any number of datasets: the mixture over the steps, and packs."""
 
-    def __init__(self, dataset: VlmDataset, card: DatasetCard, packs: EpochPacks):
-        self._dataset, self._packs = dataset, packs
-        self._describe = SampleDescriber(dataset)
-        boot: dict[str, Any] = {"mode": "served", "card": dataset_payload(dataset, card), "samples": [], "packs": None}
+    def __init__(self, name: str, packs: EpochPacks, card: Any = None):
+        self._packs = packs
+        boot: dict[str, Any] = {"mode": "served", "name": name, "card": card, "samples": [], "packs": None}
         self._built: HtmlPage = build_page(boot, {}, served=True)
-        # Candidates of the last few queries, since scrolling repeats the same query.
-        suspicious = suspicious_samples(card)
-        self._candidates = lru_cache(maxsize=4)(lambda query: candidates(self._describe.facts, query, suspicious))
 
     def routes(self) -> list[Route]:
         """Returns all routes. Starlette runs sync functions in threads, so a slow request blocks no other."""
         return [
             Route("/", self._page, methods=["GET"]),
-            Route("/api/samples", self._list, methods=["GET"]),
-            Route("/api/samples/{index:int}", self._sample, methods=["GET"]),
-            Route("/api/samples/{index:int}/images/{number:int}", self._image, methods=["GET"]),
-            Route("/api/samples/{index:int}/thumbnail", self._thumbnail, methods=["GET"]),
+            Route("/api/mixture", self._mixture, methods=["GET"]),
             Route("/api/packs", self._pack_list, methods=["GET"]),
         ]
 
@@ -75,6 +68,34 @@ class InspectApp:
         policy = self._built.policy + "; frame-ancestors 'none'"
         headers = {"content-security-policy": policy}
         return Response(self._built.html, media_type="text/html; charset=utf-8", headers=headers)
+
+    def _mixture(self, request: Request) -> Response:
+        return _json(self._packs.mixture())
+
+    def _pack_list(self, request: Request) -> Response:
+        return _json(self._packs.page(_number(request, "start"), _PACKS_A_PAGE))
+
+
+class InspectApp(MixtureApp):
+    """The application for one dataset, with its card, samples, mixture and packs."""
+
+    def __init__(self, dataset: VlmDataset, card: DatasetCard, packs: EpochPacks):
+        super().__init__(dataset_name(dataset), packs, dataset_payload(dataset, card))
+        self._dataset = dataset
+        self._describe = SampleDescriber(dataset)
+        # Candidates of the last few queries, since scrolling repeats the same query.
+        suspicious = suspicious_samples(card)
+        self._candidates = lru_cache(maxsize=4)(lambda query: candidates(self._describe.facts, query, suspicious))
+
+    def routes(self) -> list[Route]:
+        """Returns all routes, also those of samples."""
+        return [
+            *super().routes(),
+            Route("/api/samples", self._list, methods=["GET"]),
+            Route("/api/samples/{index:int}", self._sample, methods=["GET"]),
+            Route("/api/samples/{index:int}/images/{number:int}", self._image, methods=["GET"]),
+            Route("/api/samples/{index:int}/thumbnail", self._thumbnail, methods=["GET"]),
+        ]
 
     def _list(self, request: Request) -> Response:
         try:
@@ -110,9 +131,6 @@ class InspectApp:
             return self._describe.image(self._index(request), number, patch)
         except NotFoundError as error:
             raise HTTPException(404, str(error)) from error
-
-    def _pack_list(self, request: Request) -> Response:
-        return _json(self._packs.page(_number(request, "start"), _PACKS_A_PAGE))
 
     def _index(self, request: Request) -> int:
         index = int(request.path_params["index"])
@@ -172,9 +190,7 @@ class Guard:
         return self._any_address and value.startswith(scheme) and (port or _HTTP) == self._port and _is_address(name)
 
 
-def build_app(
-    dataset: VlmDataset, card: DatasetCard, packs: EpochPacks, *, host: str, port: int, names: Sequence[str] = ()
-) -> Starlette:
+def build_app(served: MixtureApp, *, host: str, port: int, names: Sequence[str] = ()) -> Starlette:
     """Builds the guarded application that listens on an address and port.
 
     ``names`` are additional host names, with a port or for the usual ones.
@@ -186,7 +202,7 @@ def build_app(
     everywhere = _is_address(_bracketed(host)) and ipaddress.ip_address(host.strip("[]")).is_unspecified
     guard = Middleware(Guard, hosts=hosts, origins=origins, any_address=everywhere, port=port)
     handlers: Any = dict.fromkeys((HTTPException, VlmdataError, Exception), _failed)
-    return Starlette(routes=InspectApp(dataset, card, packs).routes(), middleware=[guard], exception_handlers=handlers)
+    return Starlette(routes=served.routes(), middleware=[guard], exception_handlers=handlers)
 
 
 def _ours(host: str, port: int, names: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:

@@ -142,6 +142,11 @@ class StreamingLoader:
         names = [shards.name for shards in self._shards]
         self._plans = EpochPlans(table, self.plan_config, self.datasets, names, known)
 
+    @property
+    def plans(self) -> EpochPlans:
+        """The plans of all epochs."""
+        return self._plans
+
     def plan(self, epoch: int | None = None) -> EpochPlan:
         """Returns the plan of an epoch, by default that of the next batch. Keeps the last two."""
         return self._plans[self._position.epoch if epoch is None else epoch]

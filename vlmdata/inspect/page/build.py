@@ -19,7 +19,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard
 from vlmdata.inspect.findings import Severity
 from vlmdata.inspect.frames import shown_frames
-from vlmdata.inspect.page.payload import dataset_payload, sample_payload, summary_payload
+from vlmdata.inspect.page.payload import dataset_name, dataset_payload, sample_payload, summary_payload
 from vlmdata.inspect.sample import FRAME_SIDE, PAGE_SIDE, THUMBNAIL_SIDE, SampleDescriber
 from vlmdata.inspect.serialise import to_json
 from vlmdata.media.image_file import image_file
@@ -27,7 +27,7 @@ from vlmdata.version import __version__
 
 _HERE = Path(__file__).parent
 #: The parts of the script, in order, in one function scope.
-_SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "packs", "main")
+_SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "packs", "mixture", "main")
 _FINDINGS_FIRST = 3
 #: Frames of a video in a page of one file.
 _PAGE_FRAMES = 12
@@ -55,7 +55,7 @@ def build_page(boot: Mapping[str, Any], samples: Mapping[int, Mapping[str, Any]]
     )
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     html = jinja.from_string(_read("templates/page.html.j2")).render(
-        title=boot["card"]["name"],
+        title=boot["name"],
         version=__version__,
         policy=policy,
         style=Markup(style),
@@ -100,19 +100,38 @@ def _hash(text: str) -> str:
 
 
 def page_document(
-    dataset: VlmDataset, card: DatasetCard, chosen: Mapping[int, str], packs: Mapping[str, Any]
+    dataset: VlmDataset,
+    card: DatasetCard,
+    chosen: Mapping[int, str],
+    packs: Mapping[str, Any],
+    mixture: Mapping[str, Any],
 ) -> HtmlPage:
-    """Builds a page with the samples at some positions, each with the reason for showing it, and packs."""
+    """Builds a page with the samples at some positions, each with the reason for showing it, packs and the mixture."""
     describe = SampleDescriber(dataset)
     boot = {
         "mode": "file",
+        "name": dataset_name(dataset),
         "card": dataset_payload(dataset, card),
         "samples": [
             summary_payload(describe, i, why, _image_uri(describe, i, 0, THUMBNAIL_SIDE)) for i, why in chosen.items()
         ],
         "packs": packs,
+        "mixture": mixture,
     }
     return build_page(boot, {i: _with_images(describe, i) for i in chosen}, served=False)
+
+
+def mixture_document(name: str, packs: Mapping[str, Any], mixture: Mapping[str, Any]) -> HtmlPage:
+    """Builds a page of several datasets: the mixture over the steps, and packs."""
+    boot: dict[str, Any] = {
+        "mode": "file",
+        "name": name,
+        "card": None,
+        "samples": [],
+        "packs": packs,
+        "mixture": mixture,
+    }
+    return build_page(boot, {}, served=False)
 
 
 def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:

@@ -79,7 +79,12 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
 def dataset_payload(dataset: VlmDataset, card: Any) -> dict[str, Any]:
     """Formats the card."""
     fields: dict[str, Any] = safe(to_jsonable(card))
-    return {**fields, "name": one_line(Path(dataset.name).resolve().name or dataset.name)}
+    return {**fields, "name": dataset_name(dataset)}
+
+
+def dataset_name(dataset: VlmDataset) -> str:
+    """Returns the last part of a dataset's place, for headings."""
+    return one_line(Path(dataset.name).resolve().name or dataset.name)
 
 
 def safe(value: Any) -> Any:

@@ -1,11 +1,13 @@
 // Selects views by the URL fragment, so that back, forward and links work. Also handles theme and keys.
 const view = { name: "", sample: null, grid: true, boxes: true, bounds: false };
 const built = new Set();
-const BUILD = { overview: buildOverview, samples: buildSamples, packs: buildPacks };
+// A page of several datasets has no overview and no samples.
+const BUILD = { ...(BOOT.card ? { overview: buildOverview, samples: buildSamples } : {}), mixture: buildMixture, packs: buildPacks };
+for (const link of document.querySelectorAll("nav a")) link.hidden = !BUILD[link.dataset.view];
 
 function route() {
   const [name, part] = location.hash.slice(1).split("/");
-  view.name = BUILD[name] ? name : "overview";
+  view.name = Object.hasOwn(BUILD, name) ? name : Object.keys(BUILD)[0];
   for (const each of Object.keys(BUILD)) $(each).hidden = each !== view.name;
   if (!built.has(view.name)) {
     built.add(view.name);
@@ -37,6 +39,7 @@ function press(name) {
 const KEYS = {
   o: () => { location.hash = "#overview"; },
   s: () => { location.hash = "#samples"; },
+  m: () => { location.hash = "#mixture"; },
   p: () => { location.hash = "#packs"; },
   j: () => stepFrom(1),
   k: () => stepFrom(-1),

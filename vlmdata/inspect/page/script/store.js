@@ -82,7 +82,10 @@ const store = {
     return SERVED ? `/api/samples/${Number(row.index)}/thumbnail` : row.thumbnail;
   },
   has(index) {
-    return SERVED ? index >= 0 && index < BOOT.card.totals.samples : Boolean($(`sample-${index}`));
+    return SERVED ? index >= 0 && index < (BOOT.card ? BOOT.card.totals.samples : 0) : Boolean($(`sample-${index}`));
+  },
+  async mixture() {
+    return SERVED ? ask("/api/mixture") : BOOT.mixture;
   },
   async packs(start) {
     return SERVED ? ask(`/api/packs?start=${Number(start)}`) : BOOT.packs;
