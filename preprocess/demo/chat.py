@@ -29,12 +29,12 @@ Question = tuple[str, str, str | None]
 """Question, answer, and the way to it."""
 
 
-def demo_conversation(row: int, seed: int = 0) -> tuple[list[Message], tuple[int, ...]]:
+def demo_conversation(row: int) -> tuple[list[Message], tuple[int, ...]]:
     """Creates the messages of a row in the chat layout, and the rows of the receipts in the order of their images."""
-    kind, rng = deal("chat kinds", KINDS, row, seed), stream("chat", row, seed)
+    kind, rng = deal("chat kinds", KINDS, row), stream("chat", row)
     # Rows 2k and 2k + 1, so that no receipt is in two conversations.
     shown = tuple(range(2 * row, 2 * row + _IMAGES.get(kind, 1)))
-    return _messages(rng, kind, [demo_content(number, seed) for number in shown]), shown
+    return _messages(rng, kind, [demo_content(number) for number in shown]), shown
 
 
 def _message(role: str, *parts: str | None, reasoning: str | None = None) -> Message:

@@ -28,25 +28,24 @@ _MOST_PIXELS = 10**8
 _FILES = (("mp4", "libx264"), ("webm", "libvpx-vp9"), ("mkv", "libx264"))
 
 
-def write_demo_clips(folder: Path, clips: int = CLIPS, seed: int = 0) -> Path:
+def write_demo_clips(folder: Path, clips: int = CLIPS) -> Path:
     """Writes clips, and ``chats.jsonl`` with a conversation about each. Returns that file.
 
     Args:
         folder: Where to; made if it is missing.
         clips: Number of clips.
-        seed: Another seed draws other receipts.
     """
     (folder / "clips").mkdir(parents=True, exist_ok=True)
     rows, row = list[dict[str, Any]](), 0
     while len(rows) < clips:
-        messages, shown = demo_conversation(row, seed)
+        messages, shown = demo_conversation(row)
         row += 1
         parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
         if len(shown) != 1 or len(parts) != 1:
             continue
         ending, codec = _FILES[len(rows) % len(_FILES)]
         name = f"clips/receipt-{shown[0]:03}.{ending}"
-        pixels = decode_image(demo_receipt(shown[0], seed).file.data, _MOST_PIXELS).pixels
+        pixels = decode_image(demo_receipt(shown[0]).file.data, _MOST_PIXELS).pixels
         receipt = Image.fromarray(np.ascontiguousarray(pixels))
         _encode(folder / name, codec, receipt)
         parts[0].clear()

@@ -25,13 +25,13 @@ _ROWS_PER_GROUP = 100
 
 
 def ensure_demo_dataset(
-    layout: DemoLayout, rows: int, seed: int = 0, cache_dir: Path | None = None, progress: Progress | None = None
+    layout: DemoLayout, rows: int, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Path:
     """Returns a cached demo dataset, in ``demo/`` of the cache; draws it first if there is none.
 
     The parquet file has the same bytes on every run with the same library versions. Several processes may call this at
     once: one draws, the others wait. A process killed while drawing leaves nothing that looks like a dataset. A longer
-    dataset starts with the rows of a shorter one; another seed gives another dataset.
+    dataset starts with the rows of a shorter one.
 
     The layout ``cord_v2`` has the columns ``image`` and ``ground_truth``; ``chat`` has ``messages`` and ``images``. The
     root of the cache is ``cache_dir``, else ``$VLMDATA_CACHE``, else the user's cache directory for ``vlmdata``. A
@@ -42,7 +42,7 @@ def ensure_demo_dataset(
     if rows < 1:
         raise ValueError(f"a demo dataset has 1 row or more, got {rows}")
     root = (cache_dir or Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("vlmdata"))) / "demo"
-    final = root / f"v{DEMO_VERSION}-{layout}-{rows}-seed{seed}"
+    final = root / f"v{DEMO_VERSION}-{layout}-{rows}"
     if final.is_dir():
         return final
     root.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def ensure_demo_dataset(
             # Only the holder of the lock gets here: existing files are left over from a process that died.
             shutil.rmtree(partial, ignore_errors=True)
             (partial / DATA_FILE).parent.mkdir(parents=True)
-            _write_parquet(partial / DATA_FILE, layout, rows, seed, progress)
+            _write_parquet(partial / DATA_FILE, layout, rows, progress)
             for folder in ((partial / DATA_FILE).parent, partial):
                 sync(folder)
             partial.rename(final)
@@ -60,12 +60,12 @@ def ensure_demo_dataset(
     return final
 
 
-def _write_parquet(path: Path, layout: DemoLayout, rows: int, seed: int, progress: Progress | None) -> None:
+def _write_parquet(path: Path, layout: DemoLayout, rows: int, progress: Progress | None) -> None:
     schema = _schema(layout)
     with path.open("wb") as file:
         # Images are already compressed, and all rows differ.
         with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
-            for group in batched(_rows(layout, rows, seed, progress), _ROWS_PER_GROUP):
+            for group in batched(_rows(layout, rows, progress), _ROWS_PER_GROUP):
                 writer.write_table(pa.Table.from_pylist(list(group), schema=schema))
         file.flush()
         os.fsync(file.fileno())
@@ -83,14 +83,14 @@ def _schema(layout: DemoLayout) -> pa.Schema:
     return Features({"messages": messages, "images": List(Image())}).arrow_schema
 
 
-def _rows(layout: DemoLayout, rows: int, seed: int, progress: Progress | None) -> Iterator[dict[str, Any]]:
+def _rows(layout: DemoLayout, rows: int, progress: Progress | None) -> Iterator[dict[str, Any]]:
     for row in range(rows):
         if layout == "cord_v2":
-            drawn = demo_receipt(row, seed)
+            drawn = demo_receipt(row)
             yield {"image": _image(row, drawn), "ground_truth": drawn.ground_truth}
         else:
-            messages, shown = demo_conversation(row, seed)
-            images = [_image(number, demo_receipt(number, seed)) for number in shown]
+            messages, shown = demo_conversation(row)
+            images = [_image(number, demo_receipt(number)) for number in shown]
             yield {"messages": messages, "images": images}
         if progress is not None:
             progress(row + 1)

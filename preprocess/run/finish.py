@@ -88,7 +88,7 @@ def _finish_version(store: Store, newest: Newest) -> RunResult | Missing:
         place.tidy(PROGRESS_DIR)
         info, _ = read_version(place, identity)
         lock.check()
-        manifest = close_version(store, lock, place, newest, identity, found[1])
+        manifest = close_version(lock, place, newest, identity, found[1])
     return RunResult(manifest, made=0, kept=len(manifest.shards), folder=folder_of(info.number), version=info)
 
 

@@ -55,7 +55,7 @@ def make_version(run: Run, store: Store, newest: Newest, changes: Changes, lock:
         (ShardPlan.read(plan.store) or version.plan).write(plan.store)
         records, made = version.make(version.jobs, watcher, own)
         lock.check()
-        manifest = close_version(store, lock, plan.store, newest, version.identity, records)
+        manifest = close_version(lock, plan.store, newest, version.identity, records)
     return RunResult(manifest, made, len(manifest.shards) - made, folder=folder_of(plan.info.number), version=plan.info)
 
 

@@ -67,13 +67,12 @@ class _Merged:
 
 
 def close_version(
-    store: Store, lock: Lock, place: Store, newest: Newest, identity: Mapping[str, Any], records: Sequence[ShardRecord]
+    lock: Lock, place: Store, newest: Newest, identity: Mapping[str, Any], records: Sequence[ShardRecord]
 ) -> Manifest:
     """Writes a version's files, its manifest, and last the list of versions, if no other run took over.
 
     Args:
-        store: The dataset.
-        lock: Its lock.
+        lock: The lock of the dataset.
         place: The store of the version's files, which has the shards that were made.
         newest: The version before it.
         identity: What the run recorded.

@@ -128,7 +128,8 @@ def _empty(what: str) -> MediaError:
 def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data))
-    except Image.DecompressionBombError as error:  # its text has twice the limit: Pillow only warns in between
+    except Image.DecompressionBombError as error:
+        # Only Pillow's text has the number of pixels; it has twice the limit, too, as Pillow only warns in between.
         found = re.search(r"\((\d+) pixels\)", str(error))
         pixels = found[1] if found else f"over {2 * max_source_pixels}"
         raise MediaError(Reason.IMAGE_TOO_LARGE, f"{what}: {pixels} pixels, {_over(max_source_pixels)}") from error

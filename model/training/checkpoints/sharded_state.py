@@ -77,7 +77,7 @@ def saved_state(model: ShardedModel, optimizer: ChainedOptimizer) -> dict[str, A
     return {
         "model": sharded_weights(model, pieces, saved=True),
         "optimizer": common[0] if len(common) == 1 else dict(enumerate(common)),
-        "rows": _rows_of_optimizer(model, pieces, _states(parts), model.form),
+        "rows": _rows_of_optimizer(pieces, _states(parts), model.form),
     }
 
 
@@ -94,7 +94,7 @@ def loading_state(model: ShardedModel, optimizer: ChainedOptimizer, form: Mappin
     kept = {name: piece for name, piece in pieces.items() if name not in twice}
     return {
         "model": sharded_weights(model, kept, saved=False),
-        "rows": _rows_of_optimizer(model, pieces, _states(parts), form),
+        "rows": _rows_of_optimizer(pieces, _states(parts), form),
     }
 
 
@@ -113,7 +113,7 @@ def restore_steps(loaded: Mapping[Any, Any], optimizer: ChainedOptimizer) -> Non
 
 
 def _rows_of_optimizer(
-    model: ShardedModel, pieces: Mapping[str, Piece], states: Mapping[Tensor, Any], form: Mapping[str, str]
+    pieces: Mapping[str, Piece], states: Mapping[Tensor, Any], form: Mapping[str, str]
 ) -> dict[str, ShardedTensor]:
     trained = {name: piece for name, piece in pieces.items() if piece.own.rows.requires_grad}
     found: dict[str, ShardedTensor] = {}

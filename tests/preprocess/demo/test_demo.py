@@ -83,9 +83,8 @@ def test_row_is_the_same_alone_and_in_sequence() -> None:
     assert alone.stdout.split() == in_sequence[::-1]
 
 
-def test_rows_and_seeds_differ() -> None:
-    images = {receipt.file.data for receipt in drawn_block()} | {demo_receipt(4, seed=1).file.data}
-    assert len(images) == BLOCK + 1
+def test_rows_differ() -> None:
+    assert len({receipt.file.data for receipt in drawn_block()}) == BLOCK
 
 
 def test_version_is_raised_when_the_texts_change() -> None:
@@ -141,9 +140,9 @@ def check_sums(receipt: Receipt) -> set[str]:
     return {*keys, *(key for item in as_list(parse["menu"]) for key in item)}
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_money_adds_up(seed: int) -> None:
-    receipts = [demo_content(row, seed) for row in range(200)]
+@pytest.mark.parametrize("first", [0, 200])
+def test_money_adds_up(first: int) -> None:
+    receipts = [demo_content(row) for row in range(first, first + 200)]
     seen = set().union(*map(check_sums, receipts))
     items = {"nm", "num", "unitprice", "cnt", "discountprice", "price", "sub"}
     charges = {"subtotal_price", "discount_price", "service_price", "tax_price", "etc"}
@@ -338,7 +337,7 @@ def test_datasets_are_byte_identical_and_read(layout: str, tmp_path: Path) -> No
 
 def test_cache_is_drawn_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMDATA_CACHE", str(tmp_path))
-    stale = tmp_path / "demo" / f".v{DEMO_VERSION}-cord_v2-2-seed0.partial" / "data"
+    stale = tmp_path / "demo" / f".v{DEMO_VERSION}-cord_v2-2.partial" / "data"
     stale.mkdir(parents=True)
     (stale / "junk").write_text("left by a killed process")
     drawn: list[int] = []
@@ -353,7 +352,7 @@ def test_cache_is_drawn_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for thread in threads:
         thread.join()
     assert drawn == [1, 2]
-    assert found == [tmp_path / "demo" / f"v{DEMO_VERSION}-cord_v2-2-seed0"] * 3
+    assert found == [tmp_path / "demo" / f"v{DEMO_VERSION}-cord_v2-2"] * 3
     assert not (found[0] / "data" / "junk").exists()
 
 

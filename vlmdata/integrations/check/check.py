@@ -243,7 +243,7 @@ class _Check:
             found.append(Diagnosis(Leak.LABELS, FORWARD, "output loss", "forward", error, allowed))
         for number, each in enumerate(found):
             if each.kind is Leak.LABELS and each.place == FORWARD:
-                crosses, words = explained(compared.outcome, outcomes, pack)
+                crosses, words = explained(compared.outcome, pack)
                 if words:
                     found[number] = replace(each, crosses=crosses, evidence=words)
         return found

@@ -236,7 +236,7 @@ def _by_function(name: str) -> Leak:
 def _finding(kind: Leak, group: Sequence[Difference], scene: Scene, tolerance: Tolerance) -> Diagnosis:
     first = group[0]
     spot, owner = first.spot, owner_of(first)
-    crosses, evidence = _evidence(first, scene, tolerance)
+    crosses, evidence = _evidence(first, scene)
     allowed = tolerance.of(spot)
     return Diagnosis(
         kind=kind,
@@ -261,7 +261,7 @@ def _words(spot: Spot) -> str:
     return f"output {spot.path}" if spot.place == FORWARD else "its output"
 
 
-def _evidence(difference: Difference, scene: Scene, tolerance: Tolerance) -> tuple[bool | None, str]:
+def _evidence(difference: Difference, scene: Scene) -> tuple[bool | None, str]:
     """Whether values of one sample reach another, and how that was found out."""
     key = scene.data.rows[difference.sample].key
     influence = scene.influences.get(owner_of(difference))

@@ -91,7 +91,7 @@ def _means(alone: Sequence[Computed], data: SampleBatch) -> Iterator[float]:
         yield float(per_token)
 
 
-def explained(outcome: Computed, alone: Sequence[Computed], data: SampleBatch) -> tuple[bool | None, str]:
+def explained(outcome: Computed, data: SampleBatch) -> tuple[bool | None, str]:
     """Looks for a usual fault that gives just this loss.
 
     Returns:
