@@ -293,7 +293,7 @@ def test_both_schemes_and_a_narrow_window(browser: Any, served: Client, scheme: 
     visit = Visit(browser, served.home, color_scheme=scheme, viewport={"width": 360, "height": 740})
     page = visit.page
     assert page.get_attribute("html", "data-theme") == scheme
-    for fragment in ("overview", "samples", "samples/2", "packs"):
+    for fragment in ("overview", "samples", "samples/2", "versions", "mixture", "packs"):
         page.evaluate(f"location.hash = '#{fragment}'")
         page.wait_for_function("() => document.querySelector('.view:not([hidden])').textContent.length > 100")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, fragment
