@@ -66,8 +66,7 @@ class StreamingLoader:
 
     One pass of the iterator is one epoch; the next pass is the next epoch. A pass that was left early continues where
     it was left, also after :meth:`load_state_dict`. The packs of every optimizer step are the same for every
-    ``dp_size``,
-    ``num_workers`` and point of interruption.
+    ``dp_size``, ``num_workers`` and point of interruption.
 
     Args:
         data: A dataset directory, an fsspec URL, or several of them; or a mixture file (``mixture.toml``) that names
@@ -80,6 +79,7 @@ class StreamingLoader:
     Attributes:
         config: The options.
         plan_config: The part of the options on which the plan depends.
+        plans: The plans of all epochs.
         datasets: The datasets, in order.
         stats: Counts so far.
 
@@ -140,16 +140,11 @@ class StreamingLoader:
         self.config = self.config.with_options(earlier=earlier)
         self.plan_config = self.config.plan_config(self.datasets[0].family.name)
         names = [shards.name for shards in self._shards]
-        self._plans = EpochPlans(table, self.plan_config, self.datasets, names, known)
-
-    @property
-    def plans(self) -> EpochPlans:
-        """The plans of all epochs."""
-        return self._plans
+        self.plans = EpochPlans(table, self.plan_config, self.datasets, names, known)
 
     def plan(self, epoch: int | None = None) -> EpochPlan:
         """Returns the plan of an epoch, by default that of the next batch. Keeps the last two."""
-        return self._plans[self._position.epoch if epoch is None else epoch]
+        return self.plans[self._position.epoch if epoch is None else epoch]
 
     def steps(self, epoch: int | None = None) -> int:
         """Returns the optimizer steps in an epoch. They differ slightly between epochs."""
@@ -245,8 +240,8 @@ class StreamingLoader:
         """
         config, known, epoch = self.plan_config, None, self._position.epoch
         if config.schedule:
-            known = (epoch, self._plans.steps_before(epoch))
-            config = self._plans.settled_before(epoch)
+            known = (epoch, self.plans.steps_before(epoch))
+            config = self.plans.settled_before(epoch)
         return saved_state(self._position, self.dp_size, self.fingerprints, config, self._damaged, known)
 
     def load_state_dict(self, state: Mapping[str, Any], change: bool = False) -> None:
@@ -269,7 +264,7 @@ class StreamingLoader:
         found = restore(state, self.dp_size, self.fingerprints, self.plan_config, change)
         self._session.end()
         if found.earlier != self.plan_config.earlier or found.known is not None:
-            self._plan_with(self._plans.table, found.earlier, found.known)
+            self._plan_with(self.plans.table, found.earlier, found.known)
         self._position = found.position
         self._damaged = self.describe_damaged(found.damaged)
         self.stats = dataclasses.replace(self.stats, damaged=self._damaged)
@@ -344,7 +339,7 @@ class StreamingLoader:
         held = layout.context_parallel_rank
         context_parallel = None if held is None else Slice(held, layout.context_parallel)
         return RankStream(
-            plans=self._plans,
+            plans=self.plans,
             datasets=self.datasets,
             dp_rank=self._ranks.rank,
             dp_size=self._ranks.size,
