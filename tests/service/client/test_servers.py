@@ -12,7 +12,7 @@ import pytest
 
 from tests.service.servers import wait_until
 from vlmdata import StreamingLoader
-from vlmdata.errors import ResourceError, UsageError
+from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
 from vlmdata.loader.fill.buffers import BufferPool
 from vlmdata.loader.fill.filler import Filled
@@ -136,6 +136,19 @@ def test_failures_of_long_ago_do_not_count(clock: Clock) -> None:
     servers.failed(first, ServerLostError("refused"))
     clock.now += 1
     assert servers.order(0) == [first, second]  # a first failure again: half a second
+
+
+def test_each_kind_of_failure_in_a_row_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A server that was slow, and then has other data, is not passed over in silence."""
+    servers = servers_of("grpc://10.0.0.1,10.0.0.2")
+    server, _ = servers.order(0)
+    for _ in range(2):
+        servers.failed(server, ServerLostError("slow"))
+        servers.failed(server, ConfigMismatchError("other data"))
+    assert caplog.messages == ["slow. Asking the other servers.", "other data. Asking the other servers."]
+    servers.succeeded(server)
+    servers.failed(server, ServerLostError("slow"))
+    assert caplog.messages[2:] == [f"server {server}: answers again.", "slow. Asking the other servers."]
 
 
 def test_servers_share_the_time_for_a_question(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:

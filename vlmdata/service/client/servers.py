@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
@@ -41,6 +41,7 @@ class _Health:
 
     failures: int = 0
     until: float = 0.0  # asked last until then
+    logged: set[type[Exception]] = field(default_factory=set)  # kinds of failures in a row
 
 
 class Servers:
@@ -137,7 +138,8 @@ class Servers:
                 health = self._health[server] = _Health()
             health.failures += 1
             health.until = now + min(_FIRST_PAUSE * 2 ** (health.failures - 1), _LONGEST_PAUSE)
-            first, others = health.failures == 1, len(self._servers) > 1
+            first, others = type(error) not in health.logged, len(self._servers) > 1
+            health.logged.add(type(error))
         if first and (others or not isinstance(error, UsageError | ConfigMismatchError)):  # which is raised
             _log.warning("%s. Asking %s.", str(error).rstrip("."), "the other servers" if others else "it again")
 
