@@ -10,6 +10,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from vlmdata.packing import EpochPlan, SampleTable, concatenate_tables
+from vlmdata.packing.bins.one_limit import Bins
 
 IntArray = npt.NDArray[np.int64]
 
@@ -92,3 +93,9 @@ def pack_sets(plan: EpochPlan) -> list[frozenset[tuple[int, int]]]:
     """The uses of each pack, as read through the public accessor."""
     packs = (plan.pack(number) for number in range(plan.num_packs))
     return [frozenset(zip(p.samples.tolist(), p.repeats.tolist(), strict=True)) for p in packs]
+
+
+def neighbours_of(bins: Bins) -> set[tuple[int, int]]:
+    """Pairs of items that share a bin, the smaller position first."""
+    members = (bins.items[a:b].tolist() for a, b in itertools.pairwise(bins.offsets.tolist()))
+    return {(a, b) for bin_ in members for a in bin_ for b in bin_ if a < b}

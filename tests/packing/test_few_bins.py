@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.packing.helpers import neighbours_of
 from vlmdata.packing.bins import few_bins, one_limit
 from vlmdata.packing.bins.few_bins import pack_few
 from vlmdata.packing.bins.one_limit import pack_sizes
@@ -80,11 +81,7 @@ def test_many_small_items_are_left_to_the_other_ways(monkeypatch: pytest.MonkeyP
 
 def test_epochs_have_other_neighbours() -> None:
     sizes = between(700, 1300, 200)
-    neighbours = []
-    for key in (1, 2):
-        bins = pack_sizes(sizes, 3000, key)
-        members = [bins.items[a:b].tolist() for a, b in itertools.pairwise(bins.offsets.tolist())]
-        neighbours.append({(a, b) for bin_ in members for a in bin_ for b in bin_ if a < b})
+    neighbours = [neighbours_of(pack_sizes(sizes, 3000, key)) for key in (1, 2)]
     assert len(neighbours[0] & neighbours[1]) < 0.1 * len(neighbours[0])
 
 

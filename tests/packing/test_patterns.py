@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.helpers import best_fit_decreasing
+from tests.packing.helpers import best_fit_decreasing, neighbours_of
 from vlmdata.packing.bins import one_limit
 from vlmdata.packing.bins.one_limit import WITHOUT_PATTERNS, learn_preference, pack_sizes
 from vlmdata.packing.patterns.column_generation import best_values, bound_of_prices, fillings_with, solve_patterns
@@ -219,11 +219,7 @@ def test_many_sizes_and_small_ones() -> None:
 
 def test_epochs_have_other_neighbours() -> None:
     sizes = receipt_like(3000)
-    neighbours = []
-    for key in (1, 2):
-        bins = pack_sizes(sizes, 8192, key)
-        members = [bins.items[a:b].tolist() for a, b in itertools.pairwise(bins.offsets.tolist())]
-        neighbours.append({(a, b) for bin_ in members for a in bin_ for b in bin_ if a < b})
+    neighbours = [neighbours_of(pack_sizes(sizes, 8192, key)) for key in (1, 2)]
     assert len(neighbours[0] & neighbours[1]) < 0.15 * len(neighbours[0])
 
 

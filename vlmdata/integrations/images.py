@@ -16,6 +16,7 @@ from vlmdata.families import Family
 from vlmdata.families.chat import IMAGE
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import KIND_FEATURES
+from vlmdata.integrations.processors import read_processor
 from vlmdata.media.resize import SizeRequest, resize_to_patches, target_size
 
 #: Height and width of the pictures: one for the smallest size, one that few bounds change, one for the largest size.
@@ -34,7 +35,7 @@ def image_notes(datasets: Sequence[tuple[str, Manifest]], model: str | None) -> 
         A line for each dataset that differs.
     """
     with_images = [each for each in datasets if KIND_FEATURES[IMAGE] in each[1].features]
-    processor = _processor(model) if model is not None and with_images else None
+    processor = read_processor("AutoImageProcessor", model) if model is not None and with_images else None
     if processor is None:
         return []
     return [note for name, manifest in with_images for note in image_processor_notes(name, manifest, processor, model)]
@@ -110,14 +111,3 @@ def _causes(ours: dict[str, torch.Tensor], picture: npt.NDArray[np.uint8], proce
         known = name in defaults and defaults[name] != value
         if known and not _difference(ours, picture, processor, **{name: defaults[name]}):
             yield f"{name} {value}"
-
-
-def _processor(model: str) -> Any:
-    """Loads the image processor of a model; None if it has none that can be read."""
-    from transformers import AutoImageProcessor
-
-    load: Any = AutoImageProcessor.from_pretrained
-    try:
-        return load(model)
-    except Exception:  # many kinds, of the hub, of files, and of classes that are not installed
-        return None

@@ -9,6 +9,7 @@ from typing import Any
 from vlmdata.families.chat import VIDEO
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import KIND_FEATURES
+from vlmdata.integrations.processors import read_processor
 
 #: From this version of transformers on, processors without such an argument limit the pixels of each frame.
 _ALWAYS_CAPS = (5, 22)
@@ -35,7 +36,7 @@ def video_notes(datasets: Sequence[tuple[str, Manifest]], model: str | None = No
                 f"videos: {_listed(name, different, 1)}, and {_listed(other, different, 2)}; a model is served with "
                 "one of them. Preprocess both alike"
             )
-    processor = _processor(model) if model is not None and with_videos else None
+    processor = read_processor("AutoVideoProcessor", model) if model is not None and with_videos else None
     if processor is not None:
         notes += [note for name, each in with_videos for note in processor_notes(name, each, processor, str(model))]
     return notes
@@ -110,14 +111,3 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:,}" if isinstance(value, int) else f"{value}"
-
-
-def _processor(model: str) -> Any:
-    """Loads the video processor of a model; None if it has none that can be read."""
-    from transformers import AutoVideoProcessor
-
-    load: Any = AutoVideoProcessor.from_pretrained
-    try:
-        return load(model)
-    except Exception:  # many kinds, of the hub, of files, and of classes that are not installed
-        return None
