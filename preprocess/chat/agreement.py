@@ -54,11 +54,14 @@ def require_conversation(
 
 
 def _require_tools(conversation: Conversation, text: str) -> None:
-    """Checks that the text names the offered tools: some templates write none."""
+    """Checks that the text names the offered tools, besides where messages do: some templates write none."""
+    said = "\n".join(message.text for message in conversation.messages)
     for tool in conversation.tools:
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str) and name.strip() not in text and json.dumps(name)[1:-1] not in text:
+        if isinstance(name, str) and not any(
+            text.count(form) > said.count(form) for form in (name.strip(), json.dumps(name)[1:-1])
+        ):
             raise template_error(
                 f"left out the definition of the tool {excerpt(name, 60)!r}. Drop the tools of the row, or use a "
                 "template that writes them"

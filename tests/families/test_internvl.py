@@ -98,9 +98,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return Encoder(PreprocessConfig(family="internvl"), load_tokenizer(folder, None, "internvl"))
 
 
-def test_tools_that_the_template_leaves_out_are_refused(encoder: Encoder) -> None:
+@pytest.mark.parametrize("asked", ["?", "Can you look?"])
+def test_tools_that_the_template_leaves_out_are_refused(encoder: Encoder, asked: str) -> None:
+    """Also where a message names the tool."""
     tool = {"type": "function", "function": {"name": "look", "description": "Looks."}}
-    talk = (Message("user", (TextPart("?"),)), Message("assistant", (TextPart("b"),)))
+    talk = (Message("user", (TextPart(asked),)), Message("assistant", (TextPart("b"),)))
     with pytest.raises(
         RowRejected, match=r"left out the definition of the tool 'look'\. Drop the tools of the row, or"
     ):
