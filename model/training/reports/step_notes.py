@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ def decoded_codecs(datasets: Sequence[VlmDataset]) -> list[str]:
     return [name for name in codecs_of(features) if name != RAW]
 
 
-class StepNote:
+class StepNote(ABC):
     """Looks at the last steps of a run, without the first ones, and says something about them once."""
 
     first = 1  # steps that are not looked at: in the first one, the workers start
@@ -40,9 +41,9 @@ class StepNote:
         self._said = self._said or line is not None
         return line
 
+    @abstractmethod
     def line(self, steps: Sequence[StepResult]) -> str | None:
         """Returns what to say about the last steps."""
-        raise NotImplementedError
 
 
 class DataWait(StepNote):
