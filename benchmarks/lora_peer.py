@@ -4,7 +4,8 @@ r"""LoRA at true sizes: the bundled trainer, beside transformers + peft + Liger'
 
 Weights are random. Each preset takes the dataset of its family. Ways:
 
-- ours: ``train.py --lora-rank R`` on full packs, once for each value of --recompute, in a process of its own. It reads
+- ours: ``train.py --lora-rank R`` on full packs, once for each value of --recompute and --base (``lora.base``: weights
+  in bf16 or NF4), in a process of its own. It reads
   its data while it trains; tokens/s, MFU, peak memory and data wait are those of its log, after a warm-up;
 - peft: transformers' model in bf16 with peft's adapters of the same matrices and Liger's RMSNorm, SwiGLU and fused
   linear cross-entropy, fused AdamW, on batches padded to their longest sample and ready on the device, of the largest
@@ -20,7 +21,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -59,7 +62,7 @@ def plan_for(architecture: Architecture, rank: int) -> tuple[Plan, StepFlops]:
     return plan, with_adapters(flops, plan.sites.values(), rank, architecture)
 
 
-def time_ours(name: str, data: Path, recompute: str, options: argparse.Namespace) -> dict[str, Any]:
+def time_ours(name: str, data: Path, recompute: str, base: str, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of a run of train.py, or the end of what it said if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -68,7 +71,7 @@ def time_ours(name: str, data: Path, recompute: str, options: argparse.Namespace
             *(sys.executable, str(ROOT / "train.py"), "--data", str(data), "--preset", name, "--out", str(out)),
             *("--lora-rank", str(options.rank), "--capacity", str(options.capacity), "--global-batch", "1"),
             *("--steps", str(last), "--workers", "2", "--set", "model.mtp=false"),
-            *("--set", f"model.recompute={recompute}", "--set", "run.tensorboard=false"),
+            *("--set", f"model.recompute={recompute}", "--set", f"lora.base={base}", "--set", "run.tensorboard=false"),
             *(("--set", f"run.profile=[{last},{last}]") if options.profile else ()),
         ]
         begun = time.monotonic()
@@ -217,6 +220,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["9b"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--recompute", nargs="+", default=["none", "full"], help="of our runs")
+    parser.add_argument("--base", nargs="+", default=["plain"], help="lora.base of our runs")
     parser.add_argument("--profile", action="store_true", help="profile one more step of our runs")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--capacity", type=int, default=8192)
@@ -229,7 +233,6 @@ def main() -> None:
     parser.add_argument("--label", default="")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
-    import peft
     import transformers
 
     few_configurations()
@@ -239,7 +242,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "peft": peft.__version__,
+        "peft": importlib.metadata.version("peft") if set(options.ways) - {"ours"} else "not used",
         "note": f"Rank {options.rank} on all matrices of the language model; random weights in bf16.",
         "presets": {},
     }
@@ -256,14 +259,15 @@ def main() -> None:
             architecture = architecture.with_vocabulary(tokenizer)
         architecture = dataclasses.replace(architecture, image_token_id=tokenizer.image)
         for way in options.ways:
-            for recompute in options.recompute if way == "ours" else [""]:
+            for recompute, base in itertools.product(options.recompute, options.base) if way == "ours" else [("", "")]:
                 label = f"{way}, recompute {recompute}" if recompute else way
+                label += f", base {base}" if len(options.base) > 1 or base == "nf4" else ""
                 if time.monotonic() - STARTED > options.limit:
                     print(f"  {name} {label}: left out, --limit has passed", flush=True)
                     continue
                 emptied()
                 if way == "ours":
-                    ways[label] = time_ours(name, Path(dataset.directory), recompute, options)
+                    ways[label] = time_ours(name, Path(dataset.directory), recompute, base, options)
                 else:
                     ways[label] = time_peft(architecture, dataset, way.endswith("checkpointing"), options)
                 print(f"  {name} {label}: {json.dumps(ways[label])}", flush=True)

@@ -10,7 +10,6 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from model.families import spec_of
 from model.lora.adapters import AdapterForm, ExpertAdapters, Factors, LinearAdapter
 from model.lora.options import LoraOptions
 from model.lora.sites import LoraError, LoraSite, chosen, group_of, sites_of
+from model.network.quantized import held_by
 from model.network.wrapping import WRAPPER, WrappableLinear, is_of_wrapper, wrap, wrap_experts
 from model.weight_names.table import ParameterMap, canonical_names
 
@@ -157,7 +157,7 @@ def _adapt_linear(model: nn.Module, name: str, canonical: str, plan: Plan) -> Li
     elif entry.shard_dim == 1 and size > 1:
         width = entry.shape[1] // size
         columns = (rank * width, (rank + 1) * width)
-    like: Any = layer.weight
+    like = held_by(layer.get_parameter("weight"))[-1]
     adapter = LinearAdapter(sites, plan.form, like, both[0], both[1], columns)
     wrap(layer, adapter)
     return adapter
@@ -173,7 +173,7 @@ def _adapt_experts(
         assert source.index is not None
         sites["linear_fc1" if ".linear_fc1." in canonical else "linear_fc2"] = plan.sites[source.name]
         numbers.add(source.index)
-    like = model.get_parameter(found[0][0])
+    like = held_by(model.get_parameter(found[0][0]))[-1]
     if like.is_cuda and plan.form.rank * like.itemsize % 16:
         raise LoraError(
             f"lora.rank is {plan.form.rank}: on GPUs, adapters of routed experts need a multiple of "

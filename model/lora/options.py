@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from model.network.settings import Storage
+
 #: How a part of the vision side is trained.
 Training = Literal["frozen", "lora", "full"]
 
@@ -25,6 +27,8 @@ class LoraOptions:
         vision: The vision tower without its mergers: "frozen", "lora" for adapters, "full" for its own weights.
         merger: The same for its mergers.
         weights: Folder of an adapter in PEFT's format to start from.
+        base: How the frozen weights of the language model's linear layers are stored: "plain", in the run's precision,
+            or "nf4", in 4 bits (QLoRA; package bitsandbytes).
     """
 
     rank: int | None = None
@@ -35,6 +39,7 @@ class LoraOptions:
     vision: Training = "frozen"
     merger: Training = "frozen"
     weights: str | None = None
+    base: Storage = "plain"
 
     @property
     def used_alpha(self) -> float:

@@ -58,8 +58,8 @@ def provider_of(settings: ModelSettings, *packages: str) -> Provider:
         ImportError: If the back end is not installed.
     """
     if settings.backend == "torch":
-        return TorchProvider()
-    return transformer_engine_provider(*packages, compiled=settings.compile)
+        return TorchProvider(settings.storage)
+    return transformer_engine_provider(*packages, compiled=settings.compile, storage=settings.storage)
 
 
 def build_stage[M: SavedModel](
@@ -128,6 +128,9 @@ def tower_of(
         groups: Process groups of the tower.
         sharing_group: Ranks that hold the same weights and encode different images of a common set.
     """
+    if provider.storage != "plain":  # only the language model is stored otherwise
+        provider = copy.copy(provider)
+        provider.storage = "plain"
     return VisionTower(
         vision_config(architecture, settings),
         architecture.vision,

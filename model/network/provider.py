@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from model.network.attention import SegmentAttention
 from model.network.linear import ShortLinear, ShortNormLinear, functions_are_known, with_short_way
+from model.network.settings import Storage
 from model.network.wrapping import wrappable, wrappable_experts, wrappable_group
 
 
@@ -75,9 +76,11 @@ class Provider(BackendSpecProvider, Protocol):
 
     Attributes:
         compiled: Whether gates, activation and residual sums are megatron-core's, which torch compiles on GPUs.
+        storage: How the weights of linear layers are stored.
     """
 
     compiled: bool
+    storage: Storage
 
     def plain_rms_norm(self) -> Any:
         """Returns an RMS norm whose scale is the weight itself, for a delta net's output."""
@@ -89,17 +92,20 @@ class TorchProvider(LocalSpecProvider):
 
     compiled = True
 
+    def __init__(self, storage: Storage = "plain") -> None:
+        self.storage = storage
+
     def column_parallel_linear(self) -> type:
         """Returns megatron-core's layer, with a place for a wrapper."""
-        return wrappable(super().column_parallel_linear(), columns=True)
+        return wrappable(super().column_parallel_linear(), columns=True, storage=self.storage)
 
     def row_parallel_linear(self) -> type:
         """Returns megatron-core's layer, with a place for a wrapper."""
-        return wrappable(super().row_parallel_linear(), columns=False)
+        return wrappable(super().row_parallel_linear(), columns=False, storage=self.storage)
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
         """Returns megatron-core's experts, with a place for a wrapper."""
-        return _wrappable(super().grouped_mlp_modules(moe_use_grouped_gemm))
+        return _wrappable(super().grouped_mlp_modules(moe_use_grouped_gemm), self.storage)
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
         """Returns an RMS norm or a layer norm."""
@@ -114,11 +120,12 @@ class TorchProvider(LocalSpecProvider):
         return SegmentAttention
 
 
-def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provider:
+def transformer_engine_provider(*packages: str, compiled: bool = False, storage: Storage = "plain") -> Provider:
     """Returns the Transformer Engine back end; CUDA only.
 
     Args:
         compiled: See :class:`Provider`.
+        storage: The same.
         packages: Further packages that a family's layers need, such as "flash-linear-attention".
 
     Raises:
@@ -154,32 +161,35 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
         """Transformer Engine's linear layers, norms and attention."""
 
         compiled: bool
+        storage: Storage
 
         def column_parallel_linear(self) -> type:
-            return wrappable(shorter(super().column_parallel_linear()), columns=True)
+            return wrappable(shorter(super().column_parallel_linear()), columns=True, storage=self.storage)
 
         def row_parallel_linear(self) -> type:
-            return wrappable(shorter(super().row_parallel_linear()), columns=False)
+            return wrappable(shorter(super().row_parallel_linear()), columns=False, storage=self.storage)
 
         def column_parallel_layer_norm_linear(self) -> type:
-            return wrappable(shorter(super().column_parallel_layer_norm_linear(), ShortNormLinear), columns=True)
+            layer = shorter(super().column_parallel_layer_norm_linear(), ShortNormLinear)
+            return wrappable(layer, columns=True, storage=self.storage)
 
         def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-            return _wrappable(super().grouped_mlp_modules(moe_use_grouped_gemm))
+            return _wrappable(super().grouped_mlp_modules(moe_use_grouped_gemm), self.storage)
 
         def plain_rms_norm(self) -> Any:
             return PlainNorm
 
     provider = TransformerEngineProvider()
-    provider.compiled = compiled
+    provider.compiled, provider.storage = compiled, storage
     return provider
 
 
-def _wrappable(experts: partial[Any]) -> partial[Any]:
+def _wrappable(experts: partial[Any], storage: Storage) -> partial[Any]:
     """Gives megatron-core's experts, whose layers are grouped or single, a place for a wrapper."""
     layers = experts.keywords["submodules"]
     if isinstance(layers, GroupedMLPSubmodules):
-        first, second = wrappable_group(layers.linear_fc1), wrappable_group(layers.linear_fc2)
+        first, second = (wrappable_group(each, storage) for each in (layers.linear_fc1, layers.linear_fc2))
     else:
-        first, second = wrappable(layers.linear_fc1, columns=True), wrappable(layers.linear_fc2, columns=False)
+        first = wrappable(layers.linear_fc1, columns=True, storage=storage)
+        second = wrappable(layers.linear_fc2, columns=False, storage=storage)
     return partial(wrappable_experts(experts.func), submodules=replace(layers, linear_fc1=first, linear_fc2=second))

@@ -5,6 +5,7 @@ This module needs no torch, so the trainer can reject invalid settings before im
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 
+#: How frozen weights of the language model's linear layers are stored: in the precision of the others, or in 4 bits.
+Storage = Literal["plain", "nf4"]
 #: A tensor-parallel rank's share of the vocabulary is a multiple of this, as matrix kernels prefer.
 VOCABULARY_MULTIPLE = 16
 
@@ -94,6 +97,8 @@ class ModelSettings(ModelOptions):
         fp8: FP8 format of linear layers (``hybrid``, ``e4m3``) with Transformer Engine; None disables FP8.
         fp8_recipe: FP8 scaling: of whole tensors by their current range (``tensorwise``) or by that of earlier steps
             (``delayed``), or of blocks (``blockwise``).
+        storage: How the weights of the language model's linear layers are stored. With ``nf4``
+            (:mod:`model.network.quantized`) they cannot be trained; adapters of them can.
     """
 
     tensor_parallel: int = 1
@@ -111,6 +116,7 @@ class ModelSettings(ModelOptions):
     gradient_accumulation_fusion: bool = False
     fp8: Literal["hybrid", "e4m3", None] = None
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
+    storage: Storage = "plain"
 
     @property
     def vision_parallel(self) -> int:
@@ -249,6 +255,7 @@ def _check_back_end(settings: ModelSettings, architecture: Architecture) -> None
                 f"«vision_attention» 'flash_attention_4' computes wrong gradients for heads of {width} columns (right: "
                 "multiples of 32); choose 'auto'"
             )
+    _check_storage(settings)
     defaults = ModelSettings()
     engine_only = [
         f"«{name}»"
@@ -258,3 +265,18 @@ def _check_back_end(settings: ModelSettings, architecture: Architecture) -> None
     if engine_only and settings.backend != "transformer_engine":
         needs = "need" if len(engine_only) > 1 else "needs"
         raise SettingError(f"{', '.join(engine_only)} {needs} «backend» 'transformer_engine', got {settings.backend!r}")
+
+
+def _check_storage(settings: ModelSettings) -> None:
+    if settings.storage == "plain":
+        return
+    if settings.fp8 is not None:
+        raise SettingError(
+            f"«storage» {settings.storage!r} does not go together with «fp8»: Transformer Engine would keep an FP8 "
+            "copy of the weights. Leave out one"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise SettingError(
+            f"«storage» {settings.storage!r} needs the package bitsandbytes, which is not installed: pip install "
+            "bitsandbytes"
+        )

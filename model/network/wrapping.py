@@ -1,5 +1,7 @@
 """The seam for what wraps linear layers, such as low-rank adapters: a place in each layer and each set of experts.
 
+With the storage "nf4", these layers are also quantized when they are built (:mod:`model.network.quantized`).
+
 Providers make linear layers with :func:`wrappable`, grouped layers of experts with :func:`wrappable_group` and sets of
 experts with :func:`wrappable_experts`. :func:`wrap` and :func:`wrap_experts` then give some of them a wrapper: a
 submodule that adds to the layer's product. Its parameters have names and checkpoint keys of their own
@@ -25,13 +27,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 from model.network.awaited import await_weight
+from model.network.quantized import STACKED, is_quantized, quantizing
+from model.network.settings import Storage
 
 #: Name of the submodule of a wrapped layer, or of wrapped experts.
 WRAPPER = "wrapper"
 #: Attribute of a layer of experts: the experts' wrapper, the layer's name, and the expert's number, None for all.
 _OF_EXPERTS = "_wrapper_of_experts"
-#: Attribute of a grouped layer of experts: the tensor that holds all its weights.
-_STACKED = "_stacked_weights"
 #: Mark of a parameter whose gradient is summed over tensor-parallel ranks.
 _SUMMED = "summed_over_tensor_ranks"
 
@@ -121,8 +123,8 @@ def wrap_experts(experts: nn.Module, wrapper: ExpertsWrapper, stack: bool = Fals
         else:
             layer = getattr(layers, name)
             vars(layer)[_OF_EXPERTS] = (wrapper, name, None)
-            if stack and not layer.weight0.requires_grad:
-                vars(layer)[_STACKED] = _stacked(layer)
+            if stack and not (layer.weight0.requires_grad or is_quantized(layer.weight0)):
+                vars(layer)[STACKED] = _stacked(layer)
 
 
 @torch.no_grad()
@@ -208,9 +210,11 @@ class _WrappableGroup(nn.Module):
 
     def forward(self, x: Tensor, counts: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """See the layer. With a wrapper, adds to its product."""
-        stacked: Tensor | None = vars(self).get(_STACKED)
+        stacked: Tensor | None = vars(self).get(STACKED)
         config: Any = getattr(self, "config", None)
-        if stacked is not None and len(x) and x.dtype is stacked.dtype and not (config.fp8 or config.fp4):
+        if stacked is not None and x.dtype is stacked.dtype and not (config.fp8 or config.fp4):
+            if not len(x):
+                return _with_experts(self, x, F.linear(x, stacked[0]), counts), None
             ends = torch.as_tensor(counts).cumsum(0).to(x.device, torch.int32, non_blocking=True)
             return _with_experts(self, x, F.grouped_mm(x, stacked.transpose(1, 2), offs=ends), counts), None
         out, bias = super().forward(x, counts, *args, **kwargs)
@@ -255,18 +259,20 @@ class _WrappableExperts(nn.Module):
 
 
 @functools.cache
-def wrappable(layer: type, *, columns: bool) -> type:
+def wrappable(layer: type, *, columns: bool, storage: Storage = "plain") -> type:
     """Returns a class of linear layers with a place for a wrapper.
 
     It keeps the name of the class, because megatron-core knows some layers by it.
     """
-    return type(layer.__name__, (WrappableLinear, layer), {"columns": columns})
+    made = type(layer.__name__, (WrappableLinear, layer), {"columns": columns})
+    return made if storage == "plain" else quantizing(made)
 
 
 @functools.cache
-def wrappable_group(layer: type) -> type:
+def wrappable_group(layer: type, storage: Storage = "plain") -> type:
     """Returns a class of grouped linear layers of experts with a place for a wrapper."""
-    return type(layer.__name__, (_WrappableGroup, layer), {})
+    made = type(layer.__name__, (_WrappableGroup, layer), {})
+    return made if storage == "plain" else quantizing(made, grouped=True)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from model.architecture import Architecture
 from model.families import adopts_vocabulary, architecture_from_hf, spec_of
 from model.lora.attach import Plan, attach, fill, plan_of
 from model.lora.peft_files import read_adapter
+from model.network.quantized import held_by, is_quantized
 from model.network.settings import ModelSettings, SettingError
 from model.network.vision_attention import FlashAttention
 from model.training.data import RankPlace, manifest_of
@@ -21,6 +22,7 @@ from model.training.settings.config import ConfigError, TrainConfig
 from model.training.settings.early_checks import preset_of, require_data_family
 from model.training.settings.model_settings import in_the_runs_words, precision_of, settings_of
 from model.weights.convert import read_architecture
+from vlmdata.wording import counted
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -114,6 +116,19 @@ def computed_by(model: MegatronModule, settings: ModelSettings, device: torch.de
     tower = ", FlashAttention 4 in the vision tower" if flash else ""
     fp8 = f", FP8 ({settings.fp8_recipe})" if settings.fp8 else ""
     return f"back end {settings.backend}{tower}, {str(settings.params_dtype).removeprefix('torch.')}{fp8}, on {where}"
+
+
+def frozen_storage(model: MegatronModule) -> str:
+    """Formats a line about how this rank stores its frozen weights, and their bytes."""
+    sums: dict[str, list[int]] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            kind = "NF4" if is_quantized(parameter) else str(parameter.dtype).removeprefix("torch.")
+            found = sums.setdefault(kind, [0, 0])
+            found[0] += 1
+            found[1] += sum(tensor.nbytes for tensor in held_by(parameter))
+    parts = [f"{counted(count, 'tensor')} in {kind}, {size / 1e9:,.3f} GB" for kind, (count, size) in sums.items()]
+    return f"frozen weights of rank 0: {'; '.join(parts) or 'none'}"
 
 
 def adapt(config: TrainConfig, architecture: Architecture, model: MegatronModule, resumed: bool = False) -> Plan | None:

@@ -21,7 +21,7 @@ from model.flops import peak_flops
 from model.kernels.ahead import KernelsAhead
 from model.lora.attach import Plan
 from model.lora.flops import with_adapters
-from model.training.build import adapt, architecture_of, build, computed_by, parameter_dtype
+from model.training.build import adapt, architecture_of, build, computed_by, frozen_storage, parameter_dtype
 from model.training.checkpoints.best import Best
 from model.training.checkpoints.checkpoint import Checkpoints, megabytes
 from model.training.checkpoints.folder import newest_in
@@ -113,6 +113,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
         name_damage_once(place)
         if plan is not None:
             log.say(plan.described())
+            log.say(frozen_storage(model))
         if place.rank == 0:
             named = [(each.name, each.manifest) for each in loader.datasets]
             notes += [*image_notes(named, config.model.hf), *video_notes(named, config.model.hf)]

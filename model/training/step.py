@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from model.flops import StepFlops
 from model.metrics import named_means
+from model.network.quantized import device_of
 from model.parallel.packed import to_device
 from model.parallel.waiting import DeviceMoment, DeviceValues
 from model.training.data import RankPlace
@@ -374,7 +375,7 @@ def run_passes(
     )
     found = compute() if vision is None else vision.run(images, batches, compute, forward_only)
     if not found:
-        return torch.zeros(0, 3, dtype=torch.float64, device=next(learner.model[0].parameters()).device)
+        return torch.zeros(0, 3, dtype=torch.float64, device=device_of(learner.model[0]))
     return torch.stack([each["loss"] for each in found])
 
 

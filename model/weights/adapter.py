@@ -97,11 +97,12 @@ def merge(
     :func:`model.weights.convert.to_hf` with ``like``.
 
     Raises:
-        WeightsError: If the checkpoint is damaged, or ``base`` is of another architecture.
+        WeightsError: If the checkpoint is damaged, ``base`` is of another architecture, or the run quantized it.
         ResourceError: If the files cannot be written. Nothing is left of them.
     """
     options = adapted_in(source)
     assert options is not None
+    _require_mergeable(source, options)
     architecture, unchecked = read_architecture(source), files_without_checksum(source)
     config = config_for(architecture, base, ignore)
     chosen, notes = choose_dataset(source, base, data, architecture)
@@ -157,8 +158,11 @@ def base_folder(source: Path) -> Path:
     """Returns the folder of the weights that a run with adapters began with.
 
     Raises:
-        WeightsError: If it is not a Hugging Face folder on this machine.
+        WeightsError: If it is not a Hugging Face folder on this machine, or the run quantized it.
     """
+    options = adapted_in(source)
+    assert options is not None
+    _require_mergeable(source, options)
     found = _base_of(source)
     if found is None or not any(Path(found).glob("*.safetensors")):
         where = "none is recorded" if found is None else f"the run began with {found}"
@@ -167,6 +171,16 @@ def base_folder(source: Path) -> Path:
             "folder with --like"
         )
     return Path(found)
+
+
+def _require_mergeable(source: Path, options: LoraOptions) -> None:
+    """Raises an error for adapters of quantized weights."""
+    if options.base != "plain":
+        raise WeightsError(
+            f"{source} holds adapters of weights quantized to {options.base.upper()} (lora.base). Merging them is not "
+            "supported: added to the weights in full precision, they make another model than the one trained. Leave "
+            "out --merge, and load the adapter with PEFT on the base quantized in the same way (docs/lora.md)"
+        )
 
 
 def _base_of(source: Path) -> str | None:

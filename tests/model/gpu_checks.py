@@ -145,16 +145,16 @@ def run(
     return float(total), gradients, model.metrics.pop(model.metric_names, device="cuda")
 
 
-def with_weights(model: Any, wanted: Any) -> Any:
-    """The model, or the part of it that this rank has, with weights that do not depend on the layout."""
+def with_weights(model: Any, wanted: Any, weights: dict[str, torch.Tensor] | None = None) -> Any:
+    """The model, or the part of it that this rank has, with given weights, or some that do not depend on the layout."""
     from megatron.core import parallel_state as state
 
     tensor = state.get_tensor_model_parallel_world_size()
-    weights = weights_of(wanted)
+    values = weights_of(wanted) if weights is None else weights
     load_from_hf(
         model,
         spec_of(wanted).parameter_maps(wanted, vocab_rows=vocabulary_rows(wanted.language.vocab_size, tensor)),
-        lambda source: source.take(weights[source.name]),
+        lambda source: source.take(values[source.name]),
         tensor_rank=state.get_tensor_model_parallel_rank(),
         tensor_parallel=tensor,
     )
@@ -349,6 +349,9 @@ def main() -> int:
         "adapters, experts": lambda: adapters_against_torch(True),
         "adapters, dense, recomputed": lambda: adapters_against_torch(False, recompute="full"),
         "adapters, dense, norms recomputed": lambda: adapters_against_torch(False, recompute="selective"),
+        "adapters, NF4, dense": lambda: adapters_against_torch(False, storage="nf4"),
+        "adapters, NF4, experts": lambda: adapters_against_torch(True, storage="nf4"),
+        "adapters, NF4, Qwen3-VL, experts, recomputed": lambda: adapters_against_torch(True, "qwen3_vl", "full", "nf4"),
         "adapters, Qwen3-VL, dense": lambda: adapters_against_torch(False, "qwen3_vl"),
         "adapters, Qwen3-VL, experts, recomputed": lambda: adapters_against_torch(True, "qwen3_vl", "full"),
         "videos": lambda: engine_against_torch(moe=False, packed=videos()),

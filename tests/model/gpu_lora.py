@@ -16,8 +16,9 @@ from model.families import spec_of
 from model.lora.adapters import LinearAdapter
 from model.lora.attach import adapters_of, attach, fill, plan_of
 from model.lora.options import LoraOptions
-from model.network.settings import ModelSettings
-from tests.model.helpers import relative
+from model.network.quantized import held_by
+from model.network.settings import ModelSettings, Storage
+from tests.model.helpers import relative, values_of
 from vlmdata.batch import PackedBatch
 
 #: The tower has adapters, too.
@@ -30,12 +31,12 @@ def run(model: Any, wanted: Any, packed: PackedBatch) -> tuple[float, dict[str, 
     attach(model, plan, stack=True)
     fill(model, {name: tuple(_values(name, kind, site) for kind in "ab") for name, site in plan.sites.items()})  # type: ignore[misc]
     frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
-    before = {name: each.detach().clone() for name, each in frozen.items()}
+    before = {name: [part.clone() for part in held_by(each)] for name, each in frozen.items()}
     losses = model(packed.to(torch.device("cuda")))
     losses.sum().backward()
     for name, each in frozen.items():
         assert each.grad is None, name
-        assert torch.equal(each, before[name]), name
+        assert all(map(torch.equal, held_by(each), before[name])), name
     found: dict[str, torch.Tensor] = {}
     for _, adapter in adapters_of(model):
         if isinstance(adapter, LinearAdapter):
@@ -63,15 +64,23 @@ def _values(name: str, kind: str, site: Any) -> torch.Tensor:
     return torch.randn(whole, generator=generator) * (site.columns**-0.5 if kind == "a" else 0.05)
 
 
-def adapters_against_torch(moe: bool, family: str = "qwen3_5", recompute: str = "none") -> None:
-    """One GPU, in bfloat16: errors of all gradients at most four times those of torch, or one rounding."""
+def adapters_against_torch(
+    moe: bool, family: str = "qwen3_5", recompute: str = "none", storage: Storage = "plain"
+) -> None:
+    """One GPU, in bfloat16: errors of all gradients at most four times those of torch, or one rounding.
+
+    Torch has the values of the stored weights in full.
+    """
     from tests.model.gpu_checks import FACTOR, architecture, batch, with_weights
 
     wanted, packed = architecture(moe, family), batch()
-    engine = {"backend": "transformer_engine", "precision": "bf16", "recompute": recompute}
-    (exact_loss, exact), (_, plain), (loss, found) = (
-        run(with_weights(spec_of(wanted).build(wanted, ModelSettings(**settings)), wanted), wanted, packed)
-        for settings in ({}, {"precision": "bf16"}, engine)
+    engine = {"backend": "transformer_engine", "precision": "bf16", "recompute": recompute, "storage": storage}
+    ours = with_weights(spec_of(wanted).build(wanted, ModelSettings(**engine)), wanted)
+    weights = values_of(ours, wanted) if storage != "plain" else None
+    loss, found = run(ours, wanted, packed)
+    (exact_loss, exact), (_, plain) = (
+        run(with_weights(spec_of(wanted).build(wanted, ModelSettings(**settings)), wanted, weights), wanted, packed)
+        for settings in ({}, {"precision": "bf16"})
     )
     assert set(found) == set(exact)
     errors = {name: (relative(found[name], exact[name]), relative(plain[name], exact[name])) for name in exact}

@@ -103,6 +103,24 @@ def weights_of(architecture: Any, **options: Any) -> dict[str, torch.Tensor]:
     return random_weights(shapes, plain_norms=architecture.family == "qwen3_vl")
 
 
+def values_of(model: Any, architecture: Any) -> dict[str, torch.Tensor]:
+    """Hugging Face tensors of a whole model; of quantized weights, what they stand for."""
+    from model.network.quantized import value_of
+    from model.weight_names.table import canonical_names
+
+    maps = spec_of(architecture).parameter_maps(architecture)
+    found: dict[str, torch.Tensor] = {}
+    for name, canonical in canonical_names(model).items():
+        entry = maps[canonical]
+        values = entry.to_hf(value_of(model.get_parameter(name)).cpu())
+        for source, value in zip(entry.sources, values, strict=True):
+            if source.index is None:
+                found[source.name] = value
+            else:
+                found.setdefault(source.name, value.new_empty(source.shape))[source.index] = value
+    return found
+
+
 def random_weights(
     shapes: dict[str, torch.Size | tuple[int, ...]], seed: int = 0, plain_norms: bool = False
 ) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
 from model.network.awaited import await_weight
+from model.network.quantized import device_of
 from model.parallel.exchange import all_tokens_of_some_columns, some_tokens_of_all_columns, summed
 from model.parallel.packed import PackParams
 
@@ -237,7 +238,7 @@ class TorchGatedDeltaNet(PackedGatedDeltaNet):
         )
 
     def _build_local_parameters(self) -> None:
-        dtype, device = self.config.params_dtype, self.in_proj.weight.device
+        dtype, device = self.config.params_dtype, device_of(self.in_proj)
         channels = self.conv_dim_local_tp
         self.conv1d = nn.Conv1d(
             channels,

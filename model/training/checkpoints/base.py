@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import is_main_replica
 from torch import Tensor
 
 from model.lora.digest import counts, formatted, share
+from model.network.quantized import device_of, value_of
 from model.network.wrapping import is_of_wrapper
 from model.training.checkpoints.model_state import sharded_model
 from model.training.checkpoints.run_state import RunState
@@ -23,7 +24,7 @@ from model.weight_names.table import canonical_names
 def base_digest(learner: Learner) -> str:
     """Returns the digest of a model's frozen weights (:mod:`model.lora.digest`). A collective."""
     total = sum(share(name, values) for name, values in _frozen(learner) if counts(name))
-    device = next(learner.model[0].parameters()).device
+    device = device_of(learner.model[0])
     # Halves, since their sums over all ranks must not overflow.
     halves = torch.tensor([total % 2**32, (total >> 32) % 2**32], dtype=torch.int64, device=device)
     dist.all_reduce(halves)
@@ -54,4 +55,4 @@ def _frozen(learner: Learner) -> Iterator[tuple[str, Tensor]]:
     state = sharded_model(model, whole=True)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and not is_of_wrapper(name) and is_main_replica(state[name].replica_id):
-            yield names[name], parameter.detach()
+            yield names[name], value_of(parameter)

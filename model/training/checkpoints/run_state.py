@@ -90,6 +90,13 @@ def require_resumable(
             f"{path} contains another model: {lines}. Resume with the model of {path / 'config.toml'}, or start a new "
             "run with another --out"
         )
+    stored = [each.get("lora", {}).get("base", "plain") for each in (state.config, config)]
+    if stored[0] != stored[1]:
+        raise ConfigError(
+            f"{path} holds adapters of a base with lora.base {stored[0]}, but this run has lora.base {stored[1]}: "
+            f"resume with --set lora.base={stored[0]}, or write the adapters with `vlmdata convert` and start a new "
+            "run from them with --lora-weights and another --out"
+        )
     before, now = (_decisive(each, architecture) for each in (state.config, config))
     settings: dict[str, list[Any]] = {name: [str(each[name]).lower() for each in (before, now)] for name in now}
     layouts = state.layout, config["parallel"]

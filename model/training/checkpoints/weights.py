@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
 from model.families import architecture_to_hf
+from model.network.quantized import assign, is_quantized
 from model.network.wrapping import is_of_wrapper
 from model.training.checkpoints.checkpoint import reason
 from model.training.checkpoints.model_state import sharded_model
@@ -183,7 +185,12 @@ def _load_distributed(path: Path, learner: Learner, config: TrainConfig, archite
         if predicts(config.model.mtp, architecture) and not any(name.startswith(_PREDICTOR) for name in stored):
             notes.append(_without_prediction(path, fresh=config.model.mtp is True))
             wanted = {name: entry for name, entry in wanted.items() if not name.startswith(_PREDICTOR)}
+        quantized = {name: each for name, each in model.named_parameters() if is_quantized(each) and name in wanted}
+        for name, parameter in quantized.items():  # read whole into host memory
+            wanted[name].data = torch.empty_like(parameter, device="cpu")
         loaded = dist_checkpointing.load({"model": wanted}, str(path))
+        for name, parameter in quantized.items():
+            assign(parameter, loaded["model"].pop(name))
     except VlmdataError:
         raise
     except (Exception, CheckpointException) as error:

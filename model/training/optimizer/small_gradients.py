@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor, nn
+
+from model.network.quantized import held_by
 
 #: Bytes of a gradient's memory up to which it waits. A launch of its own costs a larger one nothing.
 LARGEST = 2**20
@@ -52,6 +55,16 @@ class GradientBuffers(DistributedDataParallel):
                 self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
 
         return hook
+
+    def broadcast_params(self) -> None:
+        """Makes all data-parallel ranks hold the same values; see megatron-core's.
+
+        Of quantized weights, codes and scales are sent.
+        """
+        for parameter in self.module.parameters():
+            group = self.dp_cp_group if getattr(parameter, "allreduce", True) else self.expt_dp_group
+            for tensor in held_by(parameter):
+                dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Adds what waits and reduces, or waits for the reduction; see megatron-core's."""

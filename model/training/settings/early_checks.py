@@ -167,6 +167,11 @@ def _require_shardable(config: TrainConfig) -> None:
             "Transformer Engine would keep an FP8 copy of all weights on each rank. Train in bf16, or without "
             "parallel.fsdp",
         ),
+        "lora.base": (
+            config.lora.base != "plain",
+            "weights in 4 bits are not gathered from parts. They take less memory anyway: leave out parallel.fsdp, and "
+            "use --tp or --pp if one GPU is too small",
+        ),
         "optimizer.distributed": (
             config.optimizer.distributed is not None,
             "it shards the optimizer state with the weights. Leave this setting out",

@@ -19,6 +19,7 @@ _EQUAL = {each.name: f"model.{each.name}" for each in dataclasses.fields(ModelOp
     "expert_parallel": "parallel.ep",
     "cp_comm_type": "parallel.cp_comm",
     "fp8_recipe": "run.fp8_recipe",
+    "storage": "lora.base",
 }
 _OTHERS = {
     "separate_vision": "parallel.vision_gpus",

@@ -19,6 +19,7 @@ _WORDS: dict[str, str] = {
     "lora.targets": "target_modules lora_target lora_target_modules",
     "lora.rslora": "use_rslora",
     "lora.weights": "adapter_name_or_path",
+    "lora.base": "qlora load_in_4bit quantization_bit quant_method bnb_4bit_quant_type",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size",
     "parallel.vision_tp": "encoder_tensor_model_parallel_size",
     "parallel.sp": "sequence_parallel",
