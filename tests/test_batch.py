@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vlmdata.batch import HostArrays, PackedBatch, SampleOrigin, Slice
-from vlmdata.packing.image_owners import image_owners
+from vlmdata.packing.item_runs import pack_runs
 
 
 def make_batch(**fields: Any) -> PackedBatch:
@@ -129,7 +129,7 @@ def test_a_shard_has_two_chunks_of_every_segment_and_its_images() -> None:
         assert torch.equal(getattr(shard, name), getattr(batch, name)[:, middle])
     for name in ("position_ids", "cu_seqlens", "cu_seqlens_padded", "image_grid_thw", "image_starts"):
         assert torch.equal(getattr(shard, name), getattr(batch, name))
-    assert image_owners(batch.image_grid_thw, 2).tolist() == [1, 0]
+    assert pack_runs(batch.image_grid_thw, 2).owners.tolist() == [1, 0]
     assert shard.image_indices.tolist() == [0]
     assert shard.patches is not None
     assert batch.patches is not None

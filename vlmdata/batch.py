@@ -15,7 +15,7 @@ from vlmdata.context_parallel import Slice as Slice  # modules that must not imp
 from vlmdata.context_parallel import partition_indices
 from vlmdata.families import DEFAULT_FAMILY, Family, family
 from vlmdata.format.schema import IGNORE_INDEX as IGNORE_INDEX
-from vlmdata.packing.image_owners import image_owners
+from vlmdata.packing.item_runs import ItemRuns, pack_runs
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,21 @@ class PackItems:
     are_videos: npt.NDArray[np.bool_]  # bool (N,), which are videos
     numbers: npt.NDArray[np.int64]  # int64 (N,), number of each among the images, or among the videos
 
+    def held(self, runs: ItemRuns) -> HeldItems:
+        """Returns which images, and what of the videos, some runs are."""
+        of_videos = self.are_videos[runs.items]
+        numbers = self.numbers[runs.items]
+        videos = np.stack([numbers, runs.begins, runs.counts], axis=1)[of_videos]
+        return HeldItems(numbers[~of_videos], videos)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldItems:
+    """The images and videos that a batch holds patches of."""
+
+    images: npt.NDArray[np.int64]  # int64 (M,), their ascending numbers
+    videos: npt.NDArray[np.int64]  # int64 (W, 3), video, first temporal patch, temporal patches; ascending
+
 
 @dataclass(frozen=True, eq=False)
 class HostArrays:
@@ -65,8 +80,20 @@ class HostArrays:
     video_starts: npt.NDArray[np.int64] = field(default_factory=_no_numbers)
     #: int64 (B,), first token of each block of the videos
     video_block_starts: npt.NDArray[np.int64] = field(default_factory=_no_numbers)
-    #: int64 (W,), which of the videos ``video_patches`` holds
-    video_indices: npt.NDArray[np.int64] = field(default_factory=_no_numbers)
+    #: int64 (W, 3), what of the videos ``video_patches`` holds: video, first temporal patch, temporal patches
+    video_runs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+
+    @property
+    def image_grids_held(self) -> npt.NDArray[np.int64]:
+        """Grids of the images that ``patches`` holds, int64 (M, 3)."""
+        return self.image_grid_thw[self.image_indices]
+
+    @property
+    def video_grids_held(self) -> npt.NDArray[np.int64]:
+        """Grids of the runs of temporal patches that ``video_patches`` holds, int64 (W, 3)."""
+        grids = self.video_grid_thw[self.video_runs[:, 0]]
+        grids[:, 0] = self.video_runs[:, 2]
+        return grids
 
     @property
     def items(self) -> PackItems:
@@ -80,7 +107,7 @@ class HostArrays:
 
 
 #: Fields of a batch that are arrays of its videos on the host, too. All are None in a pack without videos.
-VIDEO_ARRAYS = ("video_grid_thw", "video_starts", "video_block_starts", "video_indices")
+VIDEO_ARRAYS = ("video_grid_thw", "video_starts", "video_block_starts", "video_runs")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,7 +115,7 @@ class PackedBatch:
     """One pack: n samples one after another, each padded to the alignment, and optionally a padded tail.
 
     T is the number of tokens in the pack, t the tokens held here (T, or T / size for a context-parallel slice), N the
-    images of the pack, P the patches held here. V, B, W and Q are the videos of the pack, their blocks, the videos and
+    images of the pack, P the patches held here. V, B, W and Q are the videos of the pack, their blocks, the runs and
     the patches of videos held here, T the frames per patch where it is a factor of columns. Images and videos stand
     apart, each in order of their tokens, as transformers' models take them (``pixel_values``, ``pixel_values_videos``);
     ``host.items`` has the order of both together. Segments are the samples and, with ``pad_to_capacity`` or in an empty
@@ -120,8 +147,8 @@ class PackedBatch:
         video_block_starts: int64 (B,), first token of each block of the videos, one video after another. A block is a
             run of placeholders with other tokens around: one for each temporal patch in families that tell its time
             before it, else one for each video. (0,) on ranks of a vision tower of its own.
-        video_indices: int64 (W,), ascending indices of the videos in ``video_patches``; all V unless sliced. A video is
-            on one context-parallel rank with all its temporal patches.
+        video_runs: int64 (W, 3), what ``video_patches`` holds, in order: a row is the index of a video, the first
+            temporal patch held of it, and how many. All of each video unless sliced: a slice may hold a part of one.
         video_patches: Pixels of those videos: uint8 (Q * T, bytes per patch), the T frames of a patch adjacent; with
             the loader's option ``pixels``, their ``pixel_values_videos``, (Q, T * bytes per patch).
         sample_keys: Keys of the samples.
@@ -164,7 +191,7 @@ class PackedBatch:
     video_grid_thw: torch.Tensor | None = None
     video_starts: torch.Tensor | None = None
     video_block_starts: torch.Tensor | None = None
-    video_indices: torch.Tensor | None = None
+    video_runs: torch.Tensor | None = None
     video_patches: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -279,8 +306,8 @@ class PackedBatch:
 
         Per-token tensors are its two chunks of every segment, in the order of Transformer Engine's
         ``thd_get_partitioned_indices``. ``patches`` are those of the images that it encodes, ``video_patches`` those of
-        the videos: :func:`image_owners` assigns both together, a video as a whole. ``position_ids``, ``cu_seqlens`` and
-        the grids stay whole.
+        the videos: :func:`pack_runs` assigns both together, and may split a video between its temporal patches.
+        ``position_ids``, ``cu_seqlens`` and the grids stay whole.
 
         Args:
             rank: Context-parallel rank.
@@ -297,12 +324,13 @@ class PackedBatch:
             device
         )
         items = self.host.items
-        mine = image_owners(items.grids, size) == rank
-        images, videos = (np.sort(items.numbers[mine & (items.are_videos == kind)]) for kind in (False, True))
+        held = items.held(pack_runs(items.grids, size).of(rank))
+        grids = self.host.image_grid_thw
+        images = np.stack([held.images, np.zeros_like(held.images), grids[held.images, 0]], axis=1)
         changed: dict[str, Any] = {}
         if len(self.host.video_starts):
-            changed["video_indices"] = torch.from_numpy(videos).to(device)
-            changed["video_patches"] = _take_items(self.video_patches, self.host.video_grid_thw, videos)
+            changed["video_runs"] = torch.from_numpy(held.videos).to(device)
+            changed["video_patches"] = _take_runs(self.video_patches, self.host.video_grid_thw, held.videos)
 
         def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.index_select(1, tokens)
@@ -315,10 +343,10 @@ class PackedBatch:
             loss_mask=mask,
             loss_weights=mask if self.loss_weights is self.loss_mask else take(self.loss_weights),
             padding_mask=self.padding_mask.index_select(1, tokens),
-            image_indices=torch.from_numpy(images).to(device),
-            patches=_take_items(self.patches, self.host.image_grid_thw, images),
+            image_indices=torch.from_numpy(held.images).to(device),
+            patches=_take_runs(self.patches, grids, images),
             context_parallel=Slice(rank, size),
-            host=dataclasses.replace(self.host, image_indices=images, video_indices=videos),
+            host=dataclasses.replace(self.host, image_indices=held.images, video_runs=held.videos),
             **changed,
         )
 
@@ -330,14 +358,19 @@ class PackedBatch:
         return dataclasses.replace(self, **{"loss_weights": None} | changed)
 
 
-def _take_items(
-    patches: torch.Tensor | None, grids: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]
+def _take_runs(
+    patches: torch.Tensor | None, grids: npt.NDArray[np.int64], runs: npt.NDArray[np.int64]
 ) -> torch.Tensor | None:
-    """Takes the patches of the chosen images or videos from those of all; each patch has as many rows."""
+    """Takes the patches of some runs, as in ``video_runs``, from those of all images or videos."""
     if patches is None:
         return None
     counts = grids.prod(axis=1)
-    counts = counts * (len(patches) // max(int(counts.sum()), 1))  # each frame of a stored patch is a row
-    stops = np.cumsum(counts)
-    pieces = [patches[stops[i] - counts[i] : stops[i]] for i in chosen.tolist()]
+    frame = (
+        grids[:, 1] * grids[:, 2] * (len(patches) // max(int(counts.sum()), 1))
+    )  # a stored frame of a patch is a row
+    starts = np.cumsum(frame * grids[:, 0]) - frame * grids[:, 0]
+    pieces = [
+        patches[starts[item] + begin * frame[item] : starts[item] + (begin + count) * frame[item]]
+        for item, begin, count in runs.tolist()
+    ]
     return torch.cat(pieces) if pieces else patches[:0]

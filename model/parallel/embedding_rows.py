@@ -14,13 +14,13 @@ import torch
 
 from model.parallel.item_blocks import ItemBlocks, rows_of
 from model.parallel.packed import IntArray, to_device
-from vlmdata.batch import PackedBatch
-from vlmdata.packing.image_owners import image_owners
+from vlmdata.batch import PackedBatch, PackItems
+from vlmdata.packing.item_runs import ItemRuns, pack_runs
 
 
 @dataclass(frozen=True)
 class Share:
-    """The images, or the videos, that this rank encodes."""
+    """The images, or the videos and parts of videos, that this rank encodes."""
 
     grids: tuple[tuple[int, int, int], ...]  # grids of each, in order, on the host
     #: Half-open ranges of their patches among the patches of images, or of videos, on this rank, in order.
@@ -40,8 +40,8 @@ class Share:
 class EmbeddingRows:
     """Destinations of the merged embeddings of a pack's images and videos.
 
-    Context-parallel ranks hold different images and videos, each as a whole. If the tower is not tensor parallel, the
-    ranks of a tensor-parallel group hold the same ones and encode different parts of them.
+    Context-parallel ranks hold different images, and different videos or temporal patches of them. If the tower is not
+    tensor parallel, the ranks of a tensor-parallel group hold the same ones and encode different parts of them.
     """
 
     counts: tuple[int, ...]  # embedding rows of each context-parallel rank's items, in rank order
@@ -68,25 +68,25 @@ class EmbeddingRows:
         context-parallel rank's items; ``part`` is that of this rank. A ValueError if the patches do not match the
         grids, or are those of another rank.
         """
-        items, rows = blocks.items, blocks.rows
-        owners = image_owners(items.grids, context_size)
-        here = owners == context_rank
-        part_of = np.zeros(len(rows), np.int64)
-        for rank in range(context_size if parts > 1 else 0):
-            part_of[owners == rank] = image_owners(items.grids[owners == rank], parts)
+        items = blocks.items
+        of_ranks = pack_runs(items.grids, context_size)
+        pieces = [of_ranks.of(rank).split(items.grids, parts) for rank in range(context_size)]
+        runs = ItemRuns.joined(pieces)
+        owners = np.repeat(np.arange(context_size), [len(each.items) for each in pieces])
+        are_videos, rows = items.are_videos[runs.items], runs.rows(items.grids, blocks.rows)
         # Rows of all ranks are ordered by rank, then by part, then as the tower takes them: images before videos.
-        order = np.lexsort((np.arange(len(rows)), items.are_videos, part_of, owners))
+        order = np.lexsort((np.arange(len(rows)), are_videos, runs.owners, owners))
         first_row = np.empty(len(rows), np.int64)
         first_row[order] = np.cumsum(rows[order]) - rows[order]
+        here = owners == context_rank
         counts = np.bincount(owners, weights=rows, minlength=context_size).astype(np.int64)
-        part_counts = np.bincount(part_of[here], weights=rows[here], minlength=parts).astype(np.int64)
-        shares = {}
-        for are_videos in (False, True):
-            mine = here & (items.are_videos == are_videos)
-            _check_held(batch, items.grids[mine], items.numbers[mine], are_videos)
-            shares[are_videos] = _share(items.grids[mine], part_of[mine] == part)
-        row_of_token = blocks.spread(first_row)
-        images, videos = shares[False], shares[True]
+        part_counts = np.bincount(runs.owners[here], weights=rows[here], minlength=parts).astype(np.int64)
+        _check_held(batch, items, of_ranks.of(context_rank))
+        images, videos = (
+            _share(runs.take(mine).grids(items.grids), runs.owners[mine] == part)
+            for mine in (here & ~are_videos, here & are_videos)
+        )
+        row_of_token = blocks.spread_runs(runs, first_row)
         return cls(tuple(counts.tolist()), tuple(part_counts.tolist()), images, videos, row_of_token, context_rank)
 
     def routes(self, tokens: Sequence[IntArray]) -> RowRoutes:
@@ -139,7 +139,7 @@ def rows_wanted(row_of_token: IntArray, tokens: IntArray, total: int) -> IntArra
 
 
 def _share(grids: IntArray, chosen: npt.NDArray[np.bool_]) -> Share:
-    """Returns the share of the chosen items from the grids of all that are on this rank; adjacent ones form a range."""
+    """Returns the share of the chosen runs from the grids of all that are on this rank; adjacent ones form a range."""
     lengths = grids.prod(1)
     ends = np.cumsum(lengths)
     found: list[tuple[int, int]] = []
@@ -151,27 +151,32 @@ def _share(grids: IntArray, chosen: npt.NDArray[np.bool_]) -> Share:
     return Share(tuple((t, h, w) for t, h, w in grids[chosen].tolist()), tuple(found), int(lengths.sum()))
 
 
-def _check_held(batch: PackedBatch, grids: IntArray, mine: IntArray, videos: bool) -> None:
-    """Checks that a batch holds the patches of the images, or videos, that its rank encodes, with these grids."""
-    kind = "video" if videos else "image"
-    patches, held = (
-        (batch.video_patches, batch.host.video_indices) if videos else (batch.patches, batch.host.image_indices)
-    )
+def _check_held(batch: PackedBatch, items: PackItems, runs: ItemRuns) -> None:
+    """Checks that a batch holds the patches of the images and videos that its rank encodes, which are these runs."""
+    mine, are_videos, lengths = items.held(runs), items.are_videos[runs.items], runs.grids(items.grids).prod(1)
+    patches, frames = batch.video_patches, 1
+    if patches is not None or len(mine.videos):  # a pack without videos has no such tensors
+        frames = batch.family.temporal_patch_size if patches is not None and patches.dtype == torch.uint8 else 1
+        _require(batch, "video", patches, int(lengths[are_videos].sum()) * frames, batch.host.video_runs, mine.videos)
+    _require(batch, "image", batch.patches, int(lengths[~are_videos].sum()), batch.host.image_indices, mine.images)
+
+
+def _require(
+    batch: PackedBatch, kind: str, patches: torch.Tensor | None, need: int, held: IntArray, mine: IntArray
+) -> None:
+    """Checks that a batch has so many rows of patches, of the images or parts of videos ``mine``."""
     if patches is None:
-        if videos and not len(mine):  # a pack without videos has no such tensors
-            return
         raise ValueError(
             f"pack {batch.pack} has no pixels, which the first pipeline stage needs: load the part 'pixels'"
         )
-    frames = batch.family.temporal_patch_size if videos and patches.dtype == torch.uint8 else 1
-    need = int(grids.prod(1).sum()) * frames
     if patches.shape[0] != need:
         raise ValueError(
             f"pack {batch.pack} holds {patches.shape[0]} rows of {kind} patches, but the {len(mine)} {kind}s of this "
             f"rank have {need}"
         )
     if held.tolist() != mine.tolist():
+        columns = " (number, first temporal patch, temporal patches)" if kind == "video" else ""
         raise ValueError(
-            f"pack {batch.pack} holds the patches of {kind}s {held.tolist()}, but this rank encodes {kind}s "
+            f"pack {batch.pack} holds the patches of {kind}s {held.tolist()}{columns}, but this rank encodes {kind}s "
             f"{mine.tolist()}: cut it with PackedBatch.context_parallel_shard or the loader"
         )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from model.parallel.packed import IntArray
 from vlmdata.batch import PackedBatch, PackItems
 from vlmdata.families.chat import VIDEO
+from vlmdata.packing.item_runs import ItemRuns
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,18 @@ class ItemBlocks:
         before = np.cumsum(self.counts) - self.counts  # tokens of all blocks before each
         of_items = np.cumsum(self.rows) - self.rows  # tokens of all items before each
         return rows_of_tokens(self.total, self.starts, (firsts - of_items)[self.owners] + before, self.counts)
+
+    def spread_runs(self, runs: ItemRuns, firsts: IntArray) -> IntArray:
+        """Returns the row of each token as :meth:`spread`, where rows of a run begin at ``firsts``, int64 (R,).
+
+        The runs hold each temporal patch of the items once.
+        """
+        order = np.lexsort((runs.begins, runs.items))
+        counts = runs.rows(self.items.grids, self.rows)[order]
+        ends = np.cumsum(counts)
+        # In order, the runs are the rows of all items, one after another; -1 is the entry for text.
+        row = np.append(np.arange(int(counts.sum())) + np.repeat(firsts[order] - (ends - counts), counts), -1)
+        return row[self.spread(np.cumsum(self.rows) - self.rows)]
 
     def are_of(self, videos: bool) -> npt.NDArray[np.bool_]:
         """Returns which tokens are placeholders of images, or of videos, bool (T,)."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from model.parallel.step_schedule import FloatArray, step_time
 from vlmdata.errors import UsageError
 from vlmdata.packing.cost import CostModel
-from vlmdata.packing.image_owners import assigned
+from vlmdata.packing.item_runs import assigned
 from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.packing.plan.estimates import Split
 

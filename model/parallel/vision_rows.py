@@ -8,7 +8,7 @@ one and gather them.
 A context-parallel rank of the language model gets the rows of its own image tokens, and all rows of its pack's videos:
 the plan comes from the index, which does not say where the blocks of a video are after the first one.
 
-Shapes: tokens of a pack T, rows of a micro-batch R, images and videos of a pack N.
+Shapes: tokens of a pack T, images and videos of a pack N, runs of their temporal patches R.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class MicroBatchRows:
     """The rows of a micro-batch."""
 
     packs: Sequence[PackImages]  # the packs of the data-parallel ranks of the language model
-    firsts: tuple[IntArray, ...]  # for each pack int64 (N,): the first row of each image and video
-    counts: tuple[IntArray, ...]  # for each pack int64 (N,): their number of rows
+    firsts: tuple[IntArray, ...]  # for each pack int64 (R,): the first row of each of its runs
+    counts: tuple[IntArray, ...]  # for each pack int64 (R,): their number of rows
     bounds: IntArray  # int64 (vision ranks + 1,): rank v of the tower sends rows [bounds[v], bounds[v + 1])
     ranks: Separation
     following: bool  # whether a rank also needs the rows of the tokens that follow its own (multi-token prediction)
@@ -50,12 +50,12 @@ class MicroBatchRows:
     @classmethod
     def of(cls, packs: Sequence[PackImages], ranks: Separation, merge_unit: int, following: bool) -> MicroBatchRows:
         """Numbers the rows of packs, of ``merge_unit`` patches each; for ``following`` see the class."""
-        counts = np.concatenate([each.grids.prod(1) // merge_unit for each in packs])
-        owners = np.concatenate([each.owners for each in packs])
-        order = np.lexsort((np.concatenate([each.are_videos for each in packs]), owners))
+        counts = np.concatenate([each.runs.grids(each.grids).prod(1) // merge_unit for each in packs])
+        owners = np.concatenate([each.runs.owners for each in packs])
+        order = np.lexsort((np.concatenate([each.are_videos[each.runs.items] for each in packs]), owners))
         first = np.empty(len(counts), np.int64)
         first[order] = np.cumsum(counts[order]) - counts[order]
-        ends = np.cumsum([len(each.starts) for each in packs])[:-1]
+        ends = np.cumsum([len(each.runs.items) for each in packs])[:-1]
         of_replica = np.bincount(owners, weights=counts, minlength=ranks.replicas).astype(np.int64)
         parts = [part for rows in of_replica.tolist() for part in even_parts(rows, ranks.vision_tensor)]
         of_packs = tuple(np.split(first, ends)), tuple(np.split(counts, ends))
@@ -67,9 +67,13 @@ class MicroBatchRows:
         index = PackIndex.of_boundaries(pack.cu_seqlens, pack.cu_seqlens_padded, self.ranks.context, context)
         tokens = np.concatenate([index.local, index.following]) if self.following else index.local
         total, firsts, counts = int(self.bounds[-1]), self.firsts[data], self.counts[data]
-        of_images, of_videos = ~pack.are_videos, pack.are_videos
+        of_videos = pack.are_videos[pack.runs.items]
+        of_images = ~of_videos  # each is one run
         row_of_token = rows_of_tokens(
-            int(pack.cu_seqlens_padded[-1]), pack.starts[of_images], firsts[of_images], counts[of_images]
+            int(pack.cu_seqlens_padded[-1]),
+            pack.starts[pack.runs.items[of_images]],
+            firsts[of_images],
+            counts[of_images],
         )
         rows = [rows_wanted(row_of_token, tokens, total)]
         rows += [
@@ -79,7 +83,7 @@ class MicroBatchRows:
 
     def row_of_token(self, data: int, blocks: ItemBlocks) -> IntArray:
         """Returns the row of each token of a pack, int64 (T,), -1 for text; ``blocks`` are those of the pack."""
-        return blocks.spread(self.firsts[data])
+        return blocks.spread_runs(self.packs[data].runs, self.firsts[data])
 
     def part(self, wanted: IntArray, tensor: int) -> IntArray:
         """Returns the part of a rank's wanted rows that its tensor-parallel rank receives."""

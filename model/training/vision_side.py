@@ -127,8 +127,8 @@ class VisionSide:
     def _encode(self, packs: Sequence[PackedBatch]) -> Tensor:
         """Returns the rows of this rank's images in the packs of a micro-batch, then those of its videos, (m, W)."""
         hosts = [pack.host for pack in packs]
-        images = _grids([each.image_grid_thw[each.image_indices] for each in hosts])
-        videos = _grids([each.video_grid_thw[each.video_indices] for each in hosts])
+        images = _grids([each.image_grids_held for each in hosts])
+        videos = _grids([each.video_grids_held for each in hosts])
         if not images and not videos:
             return self._rows.empty(0)
         patches = _joined([pack.patches for pack in packs])

@@ -103,7 +103,7 @@ def test_ranks_get_what_context_parallel_ranks_are_given(described: Described) -
             assert share.true_tokens == int((~part.padding_mask).sum())
             assert share.targets == int((part.labels != -100).sum())
             assert (share.images, share.patches) == (len(part.image_indices), len(part.patches))
-            mine = [i for i, image in enumerate(found.images) if image.rank == share.rank]
+            mine = [i for i, image in enumerate(found.images) if share.rank in image.ranks]
             assert mine == part.image_indices.tolist()
             owned += tokens
         assert sorted(owned) == list(range(batch.total_tokens))

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tests.loader.helpers import assert_same, differences, epoch_of, stream
 from vlmdata.batch import PackedBatch, Slice
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.packing.image_owners import BREAK_EVEN_PATCHES, image_owners
+from vlmdata.packing.item_runs import BREAK_EVEN_PATCHES, ItemRuns, pack_runs, step_runs
 
 PARTS: list[tuple[str, ...]] = [
     (),
@@ -168,27 +169,66 @@ def test_a_slice_is_not_sliced_again_and_uneven_samples_are_refused(chat: Path) 
         uneven.context_parallel_shard(0, 2)
 
 
-class TestImageOwners:
-    grids = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)), max_size=12)
+class TestRuns:
+    grids = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40)), max_size=12)
 
     @given(grids, st.integers(1, 5))
-    def test_no_rank_has_more_than_one_image_too_many(self, grids: list[tuple[int, int, int]], size: int) -> None:
-        owners = image_owners(grids, size).tolist()
-        costs = [t * h * w * (BREAK_EVEN_PATCHES + h * w) for t, h, w in grids]
-        loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
-        assert len(owners) == len(grids)
-        assert all(0 <= owner < size for owner in owners)
-        # Greedy: when the busiest rank got its last image, no other was less busy.
-        assert max(loads) <= min(loads) + max(costs, default=0)
+    def test_each_temporal_patch_is_on_one_rank_and_no_rank_has_much_more(
+        self, grids: list[tuple[int, int, int]], size: int
+    ) -> None:
+        runs = pack_runs(grids, size)
+        places = [(item, begin + i) for item, begin, count, _ in rows(runs) for i in range(count)]
+        assert places == [(item, place) for item, grid in enumerate(grids) for place in range(grid[0])], "in order"
+        loads, costs = [0] * size, [h * w * (BREAK_EVEN_PATCHES + h * w) for _, h, w in grids]
+        for item, _, count, owner in rows(runs):
+            loads[owner] += count * costs[item]
+        images = max((cost for cost, grid in zip(costs, grids, strict=True) if grid[0] == 1), default=0)
+        videos = max((cost for cost, grid in zip(costs, grids, strict=True) if grid[0] > 1), default=0)
+        assert max(loads) <= min(loads) + max(images + videos, 2 * videos)
 
-    def test_the_largest_are_dealt_out_first(self) -> None:
+    @given(grids, st.integers(1, 5))
+    def test_few_videos_are_split_and_no_image(self, grids: list[tuple[int, int, int]], size: int) -> None:
+        runs = pack_runs(grids, size)
+        assert len(runs.items) <= len(grids) + size - 1
+        assert len({(item, owner) for item, _, _, owner in rows(runs)}) == len(runs.items), "a rank has one run of each"
+
+    @given(st.lists(grids, max_size=3), st.integers(1, 4))
+    def test_packs_of_a_step_share_the_loads(self, packs: list[list[tuple[int, int, int]]], size: int) -> None:
+        together = pack_runs([grid for pack in packs for grid in pack], size)
+        (of_packs,) = step_runs([packs], size)
+        firsts = [sum(map(len, packs[:number])) for number in range(len(packs))]
+        assert rows(together) == [
+            (item + first, *rest) for first, each in zip(firsts, of_packs, strict=True) for item, *rest in rows(each)
+        ]
+
+    @given(grids, st.integers(1, 3), st.integers(1, 3))
+    def test_a_split_of_runs_covers_each_once(self, grids: list[tuple[int, int, int]], size: int, parts: int) -> None:
+        array = np.array(grids, np.int64).reshape(-1, 3)
+        pieces = [pack_runs(grids, size).of(rank).split(array, parts) for rank in range(size)]
+        found = sorted((item, begin + i) for each in pieces for item, begin, n, _ in rows(each) for i in range(n))
+        assert found == [(item, place) for item, grid in enumerate(grids) for place in range(grid[0])]
+
+    def test_the_largest_images_are_dealt_out_first(self) -> None:
         small, large = (1, 4, 4), (1, 40, 40)
-        assert image_owners([small, large, large, small, small], 2).tolist() == [0, 0, 1, 1, 0]
+        assert pack_runs([small, large, large, small, small], 2).owners.tolist() == [0, 0, 1, 1, 0]
+
+    def test_videos_fill_up_what_images_leave(self) -> None:
+        frame = (1, 8, 8)
+        assert rows(pack_runs([(8, 8, 8)], 2)) == [(0, 0, 4, 0), (0, 4, 4, 1)]
+        assert rows(pack_runs([frame, (7, 8, 8)], 2)) == [(0, 0, 1, 0), (1, 0, 3, 0), (1, 3, 4, 1)]
+        # Rank 0 has more than its share by an image: the video goes to the others.
+        assert rows(pack_runs([(1, 64, 64), (4, 8, 8)], 3)) == [(0, 0, 1, 0), (1, 0, 2, 1), (1, 2, 2, 2)]
+        assert rows(pack_runs([(4, 8, 8), (4, 8, 8)], 2)) == [(0, 0, 4, 0), (1, 0, 4, 1)], "none is split in vain"
 
     def test_torch_and_numpy_and_no_images(self) -> None:
         tensor = torch.tensor([[1, 4, 4], [1, 8, 8]])
-        assert image_owners(tensor, 2).tolist() == image_owners(tensor.numpy(), 2).tolist() == [1, 0]
-        assert image_owners(torch.zeros(0, 3, dtype=torch.int64), 2).tolist() == []
+        assert pack_runs(tensor, 2).owners.tolist() == pack_runs(tensor.numpy(), 2).owners.tolist() == [1, 0]
+        assert rows(pack_runs(torch.zeros(0, 3, dtype=torch.int64), 2)) == []
+
+
+def rows(runs: ItemRuns) -> list[tuple[int, int, int, int]]:
+    """Item, first temporal patch, temporal patches and owner of each run."""
+    return list(zip(*(column.tolist() for column in vars(runs).values()), strict=True))
 
 
 def test_a_middle_stage_takes_no_part_and_still_knows_the_layout(chat: Path) -> None:

@@ -19,12 +19,12 @@ from vlmdata.batch import PackedBatch
 from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.loader import StreamingLoader
-from vlmdata.packing.image_owners import image_owners
+from vlmdata.packing.item_runs import pack_runs
 
 FAMILIES = ("qwen3_5", "qwen2_5_vl")
 #: Of qwen3_5 each temporal patch is a block; of qwen2_5_vl each video.
 OPTIONS: dict[str, Any] = {"capacity": 1536, "max_patches": None, "global_batch": 2, "pad_multiple": 4}
-FIELDS = {"video_grid_thw", "video_starts", "video_block_starts", "video_indices", "video_patches"}
+FIELDS = {"video_grid_thw", "video_starts", "video_block_starts", "video_runs", "video_patches"}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,13 @@ def items_of(batch: PackedBatch, dataset: VlmDataset, kind: str) -> list[tuple[t
     return found
 
 
+def part_of(item: tuple[tuple[int, ...], np.ndarray, int], begin: int, count: int) -> Any:
+    """Some temporal patches of a video."""
+    grid, stored, number = item
+    frame = len(stored) // grid[0]
+    return (count, *grid[1:]), stored[begin * frame : (begin + count) * frame], number
+
+
 def rows(items: list[tuple[tuple[int, ...], np.ndarray, int]], width: int) -> np.ndarray:
     return np.concatenate([np.zeros((0, width), np.uint8), *(pixels for _, pixels, _ in items)])
 
@@ -73,7 +80,7 @@ def test_images_and_videos_are_those_of_the_samples(family: str, num_workers: in
         assert batch.tensors().keys() >= FIELDS
         assert batch.video_grid_thw.tolist() == [list(grid) for grid, _, _ in videos]
         np.testing.assert_array_equal(batch.video_patches, rows(videos, batch.family.patch_bytes))
-        assert batch.video_indices.tolist() == list(range(len(videos)))
+        assert batch.video_runs.tolist() == [[number, 0, grid[0]] for number, (grid, _, _) in enumerate(videos)]
         for name in FIELDS - {"video_patches"}:
             assert getattr(batch, name).tolist() == getattr(batch.host, name).tolist()
 
@@ -124,21 +131,32 @@ def test_pixel_values_of_videos_have_their_own_frames(pixels: str, data: Callabl
 def test_a_slice_of_the_loader_is_the_slice_of_the_pack(family: str, pixels: str, data: Callable[[str], Path]) -> None:
     whole = batches_of(data(family), context_parallel=2, pixels=pixels)
     shards = [batches_of(data(family), context_parallel=2, context_parallel_rank=r, pixels=pixels) for r in range(2)]
+    split = 0
     for number, batch in enumerate(whole):
         parts = [each[number] for each in shards]
         assert_same(parts, [batch.context_parallel_shard(rank, 2) for rank in range(2)])
         if batch.video_grid_thw is None:
             continue
-        # A video is on one rank as a whole, the one that image_owners names for images and videos together.
-        items = batch.host.items
-        owners = image_owners(items.grids, 2)[items.are_videos]
-        assert [owners[part.host.video_indices].tolist() for part in parts] == [
-            [rank] * int((owners == rank).sum()) for rank in range(2)
-        ]
+        # Together the ranks hold each temporal patch of each video once, evenly.
         frames = 2 if pixels == "uint8" else 1
-        assert [len(part.video_patches) for part in parts] == [
-            frames * int(batch.host.video_grid_thw[owners == rank].prod(axis=1).sum()) for rank in range(2)
+        pieces = {}
+        for part in parts:
+            lengths = (frames * part.host.video_grids_held.prod(axis=1)).tolist()
+            assert sum(lengths) == len(part.video_patches)
+            pieces |= dict(
+                zip(map(tuple, part.host.video_runs.tolist()), part.video_patches.split(lengths), strict=True)
+            )
+        assert torch.equal(torch.cat([pieces[key] for key in sorted(pieces)]), batch.video_patches)
+        split += len(pieces) > len(batch.host.video_starts)
+        assert sorted((video, begin + i) for video, begin, count in pieces for i in range(count)) == [
+            (video, place) for video, grid in enumerate(batch.host.video_grid_thw.tolist()) for place in range(grid[0])
         ]
+        items = batch.host.items
+        runs = pack_runs(items.grids, 2)
+        assert [items.held(runs.of(rank)).videos.tolist() for rank in range(2)] == [
+            part.host.video_runs.tolist() for part in parts
+        ]
+    assert split > 2
 
 
 @pytest.mark.parametrize("parts", [(), ("labels",), ("pixels",)])
@@ -150,18 +168,20 @@ def test_boundaries_of_videos_need_no_part(parts: tuple[str, ...], data: Callabl
         assert (batch.video_patches is None) == ("pixels" not in parts or whole.video_patches is None)
 
 
-def test_a_tower_of_its_own_holds_each_video_once(data: Callable[[str], Path]) -> None:
+def test_towers_of_their_own_hold_each_temporal_patch_once(data: Callable[[str], Path]) -> None:
     dataset, whole = VlmDataset(data("qwen3_5")), batches_of(data("qwen3_5"))
     options = {"vision_ranks": 2, "parts": ("pixels",), "dp_size": 1}
     towers = [batches_of(data("qwen3_5"), vision_rank=rank, **options) for rank in range(2)]
     for number, batch in enumerate(whole):
         parts = [tower[number] for tower in towers]
-        held = [index for part in parts for index in part.host.video_indices.tolist()]
-        assert sorted(held) == list(range(len(batch.host.video_starts)))
+        held = [(video, begin + i) for part in parts for video, begin, n in part.host.video_runs for i in range(n)]
+        assert sorted(held) == [
+            (video, i) for video, grid in enumerate(batch.host.video_grid_thw) for i in range(grid[0])
+        ]
         videos = items_of(batch, dataset, VIDEO)
         for part in parts:
             if part.video_patches is not None:
-                mine = [videos[index] for index in part.host.video_indices]
+                mine = [part_of(videos[video], begin, count) for video, begin, count in part.host.video_runs.tolist()]
                 np.testing.assert_array_equal(part.video_patches, rows(mine, 768))
 
 
@@ -235,6 +255,11 @@ def test_a_video_whose_frames_are_equal_may_be_stored_once(tmp_path: Path) -> No
         for batch in batches:
             stored = torch.from_numpy(rows(items_of(batch, dataset, VIDEO), 768))
             assert torch.equal(batch.pixel_values_videos(), batch.family.pixel_values(stored))
+        # A slice may hold half of a video: as many rows as are stored of all of it.
+        wholes = batches_of(folder, pixels=pixels, context_parallel=2)
+        for rank in range(2):
+            parts = batches_of(folder, pixels=pixels, context_parallel=2, context_parallel_rank=rank)
+            assert_same(parts, [batch.context_parallel_shard(rank, 2) for batch in wholes])
 
 
 def test_served_batches_are_those_of_a_local_loader(data: Callable[[str], Path]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.loader.helpers import epoch_of, stream
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import UsageError
-from vlmdata.packing.image_owners import BREAK_EVEN_PATCHES, image_owners, step_owners
+from vlmdata.packing.item_runs import BREAK_EVEN_PATCHES, pack_runs, step_runs
 
 
 def identity(batch: PackedBatch) -> tuple[object, ...]:
@@ -59,10 +59,10 @@ def test_both_sides_know_who_encodes_what_and_are_at_the_same_place(chat: Path) 
             packs = [pack for packs in known for pack in packs]
             assert [len(packs) for packs in known] == [2, 2]
             for theirs, ours in zip(packs, [pack for packs in tower.images(0, step) for pack in packs], strict=True):
-                assert theirs.owners.tolist() == ours.owners.tolist()
+                assert theirs.runs.owners.tolist() == ours.runs.owners.tolist()
             for pack in packs:
                 batch = next(iter(tower))
-                assert batch.host.image_indices.tolist() == np.flatnonzero(pack.owners == 1).tolist()
+                assert batch.host.image_indices.tolist() == pack.runs.of(1).items.tolist()
                 assert batch.host.cu_seqlens_padded.tolist() == pack.cu_seqlens_padded.tolist()
                 assert batch.host.items.starts.tolist() == pack.starts.tolist()
             for _ in known:
@@ -105,7 +105,7 @@ grids = st.lists(st.tuples(st.just(1), st.sampled_from([2, 16, 64]), st.sampled_
 
 @given(step=st.lists(st.lists(grids, min_size=1, max_size=3), max_size=4), size=st.integers(1, 5))
 def test_the_work_of_a_step_is_even(step: list[list[list[tuple[int, int, int]]]], size: int) -> None:
-    owners = step_owners(step, size)
+    owners = [[runs.owners for runs in packs] for packs in step_runs(step, size)]
     assert [[len(pack) for pack in packs] for packs in owners] == [[len(pack) for pack in packs] for packs in step]
     loads = [0] * size
     for packs, of_packs in zip(step, owners, strict=True):
@@ -117,4 +117,4 @@ def test_the_work_of_a_step_is_even(step: list[list[list[tuple[int, int, int]]]]
     assert max(loads) - min(loads) <= most, "as of any assignment to the least loaded rank"
     if step:
         together = [grid for pack in step[0] for grid in pack]
-        assert [owner for pack in owners[0] for owner in pack.tolist()] == image_owners(together, size).tolist()
+        assert [owner for pack in owners[0] for owner in pack.tolist()] == pack_runs(together, size).owners.tolist()

@@ -285,6 +285,7 @@ def side_of(wanted: Any, settings: ModelSettings, packs: list[PackedBatch], ahea
     from model.training.settings.config_loading import load_config
     from model.training.vision_side import VisionSide
     from vlmdata.loader.request.pack_request import PackImages
+    from vlmdata.packing.item_runs import ItemRuns
 
     sides = separation()
     assert sides is not None
@@ -296,7 +297,7 @@ def side_of(wanted: Any, settings: ModelSettings, packs: list[PackedBatch], ahea
     dtype = next(model.parameters()).dtype
     side = VisionSide(sides, learner, config, wanted, CUDA, dtype)
     images = [
-        [PackImages(h.cu_seqlens, h.cu_seqlens_padded, i.grids, i.starts, i.are_videos, i.starts * 0)]
+        [PackImages(h.cu_seqlens, h.cu_seqlens_padded, i.grids, i.starts, i.are_videos, ItemRuns.whole(i.grids))]
         for h, i in ((each.host, each.host.items) for each in packs)
     ]
     moved = (each.to(CUDA) for each in packs)

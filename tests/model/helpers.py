@@ -300,7 +300,8 @@ def pack(samples: list[Sample], alignment: int = 8, tail: int = 0, padding_id: i
         for name in ("video_starts", "block_starts"):
             of_pack = [getattr(s, name) + b for s, b in zip(samples, bounds.tolist(), strict=False)]
             videos["video_block_starts" if name == "block_starts" else name] = torch.cat(of_pack)
-        videos["video_indices"] = torch.arange(len(videos["video_starts"]))
+        counts = videos["video_grid_thw"][:, 0]
+        videos["video_runs"] = torch.stack([torch.arange(len(counts)), torch.zeros_like(counts), counts], dim=1)
         videos["video_patches"] = torch.cat([sample.video_patches for sample in samples])
     return PackedBatch(
         input_ids=ids,

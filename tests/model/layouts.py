@@ -233,7 +233,7 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
         gradients={names[name]: gradient for name, gradient in whole_gradients_of(wrapped).items()},
         metrics=model.metrics.pop(model.metric_names),
         images_held=tuple(len(batch.image_indices) for batch in mine),
-        videos_held=tuple(len(batch.host.video_indices) for batch in mine),
+        videos_held=tuple(len(batch.host.video_runs) for batch in mine),
     )
 
 

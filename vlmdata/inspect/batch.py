@@ -14,7 +14,7 @@ from vlmdata.errors import NotFoundError
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.packing.arrays import IntArray
 from vlmdata.packing.cost import CostModel
-from vlmdata.packing.image_owners import image_owners
+from vlmdata.packing.item_runs import pack_runs
 from vlmdata.packing.plan.epoch import EMPTY_PACK
 from vlmdata.wording import counted
 
@@ -47,7 +47,8 @@ class BatchImage:
     tokens: int
     grid: tuple[int, int, int]  # patches along t, h, w
     patches: int
-    rank: int  # context-parallel rank that encodes it
+    ranks: tuple[int, ...]  # context-parallel ranks that encode it: several of a video that is split
+    shares: tuple[int, ...]  # patches that each of them encodes
 
 
 @dataclass(frozen=True)
@@ -204,12 +205,15 @@ def _segments(
 
 def _images(batch: PackedBatch, bounds: IntArray, context_parallel: int) -> tuple[BatchImage, ...]:
     grids, starts = batch.host.items.grids, batch.host.items.starts
-    owners = image_owners(grids, context_parallel).tolist()
+    runs = pack_runs(grids, context_parallel)
+    first = np.searchsorted(runs.items, np.arange(len(grids) + 1)).tolist()
+    owners, shares = runs.owners.tolist(), runs.grids(grids).prod(axis=1).tolist()
     segments = (np.searchsorted(bounds, starts, side="right") - 1).tolist()
     found = []
-    for (t, h, w), start, segment, owner in zip(grids.tolist(), starts.tolist(), segments, owners, strict=True):
-        patches = t * h * w
-        found.append(BatchImage(segment, start, patches // batch.family.patches_per_token, (t, h, w), patches, owner))
+    for number, ((t, h, w), start, segment) in enumerate(zip(grids.tolist(), starts.tolist(), segments, strict=True)):
+        patches, own = t * h * w, slice(first[number], first[number + 1])
+        tokens = patches // batch.family.patches_per_token
+        found.append(BatchImage(segment, start, tokens, (t, h, w), patches, tuple(owners[own]), tuple(shares[own])))
     return tuple(found)
 
 
@@ -222,7 +226,7 @@ def _rank_share(
     images: tuple[BatchImage, ...],
 ) -> RankShare:
     ranges = _joined(chunk_ranges(bounds, size, rank).reshape(-1, 2).tolist())
-    mine = [image for image in images if image.rank == rank]
+    mine = [share for image in images for of, share in zip(image.ranks, image.shares, strict=True) if of == rank]
     return RankShare(
         rank=rank,
         ranges=ranges,
@@ -230,7 +234,7 @@ def _rank_share(
         true_tokens=sum(int(real[start:stop].sum()) for start, stop in ranges),
         targets=sum(int(targets[start:stop].sum()) for start, stop in ranges),
         images=len(mine),
-        patches=sum(image.patches for image in mine),
+        patches=sum(mine),
     )
 
 

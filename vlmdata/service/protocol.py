@@ -25,7 +25,7 @@ from vlmdata.packing.config import PlanConfig, config_differences
 from vlmdata.service.shared_memory import SharedPack
 
 #: Version of the protocol. Client and server must have the same.
-PROTOCOL = 2
+PROTOCOL = 3
 #: Longest query, in bytes.
 MAX_QUERY_BYTES = 16_384
 #: Flight actions.

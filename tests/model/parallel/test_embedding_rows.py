@@ -114,14 +114,16 @@ def test_parts_share_the_work() -> None:
     assert alone.images.of(batch.patches) is batch.patches, "nothing is copied without parts"
 
 
-@pytest.mark.parametrize(("kind", "grid"), [("image", (4, 4)), ("video", (1, 4, 4))])
-def test_patches_of_others_are_refused(kind: str, grid: tuple[int, ...]) -> None:
-    """Images of equal size in the wrong hands would pass for each other, and so would videos."""
-    batch = pack([make_sample(1, [grid, grid], 20)])
-    mine = batch.context_parallel_shard(0, 2)
-    changed = {f"{kind}_indices": 1 - getattr(mine, f"{kind}_indices")}
-    other = dataclasses.replace(mine, host=None, **changed)
-    message = rf"holds the patches of {kind}s \[\d\], but this rank encodes {kind}s \[\d\]"
+@pytest.mark.parametrize(
+    ("field", "grid"), [("image_indices", (4, 4)), ("video_runs", (1, 4, 4)), ("video_runs", (4, 4, 4))]
+)
+def test_patches_of_others_are_refused(field: str, grid: tuple[int, ...]) -> None:
+    """Images of equal size in the wrong hands would pass for each other, and so would videos and parts of them."""
+    batch = pack([make_sample(1, [grid, grid] if grid != (4, 4, 4) else [grid], 20)])
+    mine, theirs = (batch.context_parallel_shard(rank, 2) for rank in range(2))
+    other = dataclasses.replace(mine, host=None, **{field: getattr(theirs, field)})
+    kind = field.partition("_")[0]
+    message = rf"holds the patches of {kind}s \[.*\].*, but this rank encodes {kind}s \[.*\]: cut it with"
     with pytest.raises(ValueError, match=message):
         EmbeddingRows.of(other, ItemBlocks.of(other, MERGE), 2, 0)
 

@@ -17,7 +17,7 @@ from model.parallel.packed import PackIndex
 from model.parallel.separation import Separation
 from model.parallel.vision_rows import MicroBatchRows, even_parts
 from vlmdata.loader.request.pack_request import PackImages
-from vlmdata.packing.image_owners import step_owners
+from vlmdata.packing.item_runs import step_runs
 
 MERGE = 4
 image_grids = st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 6]))
@@ -41,19 +41,22 @@ SIZES = st.builds(
 def test_each_token_gets_its_row(packs: list[list[list[tuple[int, ...]]]], ranks: Separation, ahead: bool) -> None:
     batches = [pack([make_sample(n, each, 10 + n) for n, each in enumerate(samples)], 16) for samples in packs]
     blocks = [ItemBlocks.of(batch, MERGE) for batch in batches]
-    (owners,) = step_owners([[each.items.grids for each in blocks]], ranks.replicas)
+    (runs,) = step_runs([[each.items.grids for each in blocks]], ranks.replicas)
     known = [
-        PackImages(b.host.cu_seqlens, b.host.cu_seqlens_padded, i.grids, i.starts, i.are_videos, o)
-        for b, i, o in zip(batches, [each.items for each in blocks], owners, strict=True)
+        PackImages(b.host.cu_seqlens, b.host.cu_seqlens_padded, i.grids, i.starts, i.are_videos, r)
+        for b, i, r in zip(batches, [each.items for each in blocks], runs, strict=True)
     ]
     rows = MicroBatchRows.of(known, ranks, MERGE, following=ahead)
     # What the tower's data-parallel ranks compute, images and then videos: which pack, item and row of it.
     made: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks.replicas)]
     for videos in (False, True):
         for number, each in enumerate(known):
-            for item in np.flatnonzero(each.are_videos == videos).tolist():
-                count = int(each.grids[item].prod()) // MERGE
-                made[each.owners[item]] += [(number, item, row) for row in range(count)]
+            for item, begin, count, owner in zip(
+                *(column.tolist() for column in vars(each.runs).values()), strict=True
+            ):
+                frame = int(each.grids[item, 1:].prod()) // MERGE
+                if each.are_videos[item] == videos:
+                    made[owner] += [(number, item, row) for row in range(begin * frame, (begin + count) * frame)]
     sent: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for rank in range(ranks.vision):
         transfer = rows.to_send(rank)
@@ -87,8 +90,8 @@ def test_each_token_gets_its_row(packs: list[list[list[tuple[int, ...]]]], ranks
                 needed.add(number)
             of_videos = {
                 int(first) + row
-                for first, grid, is_video in zip(rows.firsts[data], each.grids, each.are_videos, strict=True)
-                for row in range(is_video * int(grid.prod()) // MERGE)
+                for first, count, item in zip(rows.firsts[data], rows.counts[data], each.runs.items, strict=True)
+                for row in range(each.are_videos[item] * int(count))
             }
             assert wanted.tolist() == sorted(needed | of_videos), "each row once, of images none that no token needs"
 

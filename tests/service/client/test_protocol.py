@@ -130,7 +130,7 @@ def test_other_versions_are_named() -> None:
     query["batch"]["plan"]["algorithm"] = 999
     with pytest.raises(ConfigMismatchError, match=r"client and server make different plans .*algorithm: 999 -> \d+"):
         decode_query(json.dumps(query).encode())
-    with pytest.raises(ConfigMismatchError, match="the client speaks protocol 7, the server 2"):
+    with pytest.raises(ConfigMismatchError, match="the client speaks protocol 7, the server 3"):
         decode_query(json.dumps({**GOOD, "protocol": 7}).encode())
 
 

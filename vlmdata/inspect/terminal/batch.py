@@ -127,7 +127,7 @@ def _images(batch: BatchDescription) -> Table:
     for i, image in enumerate(batch.images):
         t, h, w = image.grid
         grid = f"{h} × {w}" + (f" × {t}" if t > 1 else "")
-        encoder = [str(image.rank)] if batch.context_parallel > 1 else []
+        encoder = [", ".join(map(str, image.ranks))] if batch.context_parallel > 1 else []
         counts = (image.start, image.tokens, image.patches)
         add_row(table, str(i), segment_letter(image.segment), *counts, grid, *encoder)
     return table

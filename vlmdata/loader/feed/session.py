@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vlmdata.batch import VIDEO_ARRAYS, HostArrays, PackedBatch, SampleOrigin
+from vlmdata.batch import VIDEO_ARRAYS, HostArrays, PackedBatch, PackItems, SampleOrigin
 from vlmdata.loader.feed.device import DeviceCopy, DeviceMover
 from vlmdata.loader.feed.pipeline import Filler, Pipeline
 from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
@@ -136,18 +136,19 @@ def _host_arrays(request: PackRequest, blocks: torch.Tensor | None) -> HostArray
     pack, held = request.pack, request.held
     bounds, images, videos = pack.cu_seqlens_padded, pack.images, pack.images.are_videos
     if blocks is None:  # no videos
-        return HostArrays(pack.cu_seqlens, bounds, images.grids, images.starts, held)
-    here = np.isin(np.arange(len(videos)), held)
+        return HostArrays(pack.cu_seqlens, bounds, images.grids, images.starts, held.items)
+    numbers = np.where(videos, np.cumsum(videos), np.cumsum(~videos)) - 1
+    found = PackItems(images.grids, images.starts, videos, numbers).held(held)
     return HostArrays(
         pack.cu_seqlens,
         bounds,
         images.grids[~videos],
         images.starts[~videos],
-        np.flatnonzero(here[~videos]),
+        found.images,
         images.grids[videos],
         images.starts[videos],
         blocks.numpy().copy(),  # a view would keep the buffer
-        np.flatnonzero(here[videos]),
+        found.videos,
     )
 
 

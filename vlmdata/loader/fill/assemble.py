@@ -62,8 +62,7 @@ def extents(request: PackRequest, *, whole: bool) -> Extents:
     starts = samples.offsets[which].ravel()
     sizes = np.outer(_bytes_per_token(members, request.pack.family), samples.padded).ravel()
     there = starts >= 0
-    held = request.held if request.arrays.has_patches else request.held[:0]
-    read = np.arange(len(images.grids)) if whole else held
+    read = np.arange(len(images.grids)) if whole else request.read
     owner = images.sample[read]
     begin = np.concatenate([starts[there], images.offsets[read]])
     return Extents(
@@ -250,28 +249,31 @@ def _fill_patches(
     """Fills the images held here, one after another, and the videos held here alike.
 
     Raw uint8 patches are read directly into place. Other codecs decode there, and patches in another dtype are expanded
-    there, image by image.
+    there, image by image. Of a video that is held in part all is read: the checksums are of all of it.
     """
     pack, held = request.pack, request.held
     samples, images, family = pack.samples, pack.images, pack.family
-    stored, made = images.rows[held], request.rows[held]
+    stored, made = images.rows[held.items], held.rows(images.grids, request.rows)
     rest = {name: view.view(np.uint8) for name, view in views.items() if name in ("patches", "video_patches")}
     # Only patches that stand in the batch otherwise than in the shard need a place to be read to.
-    through = np.ones(len(held), np.bool_) if request.pixels != "uint8" else stored != made
+    in_part = held.counts != images.grids[held.items, 0]
+    through = np.ones(len(made), np.bool_) if request.pixels != "uint8" else in_part | (stored != made)
     scratch = np.empty((int(stored[through].max(initial=0)), family.patch_bytes), np.uint8)
-    owner = images.sample[held]
+    owner, part = images.sample[held.items], held.rows(images.grids, images.rows)
     columns = (
         samples.dataset[owner],
         samples.shard[owner],
-        images.offsets[held],
+        images.offsets[held.items],
         stored,
         made,
-        images.checksums[held],
+        images.checksums[held.items],
         through,
         owner,
-        held,
+        held.items,
+        part // np.maximum(held.counts, 1) * held.begins,
+        part,
     )
-    for dataset, shard, offset, count, rows, checksum, apart, sample, image in zip(
+    for dataset, shard, offset, count, rows, checksum, apart, sample, image, first, taken in zip(
         *(c.tolist() for c in columns), strict=True
     ):
         name = "video_patches" if images.are_videos[image] else "patches"
@@ -289,7 +291,7 @@ def _fill_patches(
             decode_item(codec, data, images.shape(image), family, place, f"{store.path(dataset, shard)}: {what}")
             store.require_pixels(dataset, shard, place, int(images.pixel_checksums[image]), what)
         if apart:
-            _expand(place, out, request.pixels, int(images.copies[image]), family)
+            _expand(place[first : first + taken], out, request.pixels, int(images.copies[image]), family)
 
 
 def _expand(

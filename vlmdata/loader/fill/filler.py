@@ -161,8 +161,7 @@ def _check_the_rest(request: PackRequest, store: ShardStore) -> None:
     """Checks what :func:`assemble` did not read: other parts of the samples, and images of other slices."""
     here = stored_members(request)
     read_members(request.pack.samples, [name for name in TOKEN_MEMBERS if name not in here], store, request.pack.family)
-    held = request.held if request.arrays.has_patches else request.held[:0]
-    _check_images(request, store, np.setdiff1d(np.arange(len(request.pack.images.grids)), held).tolist())
+    _check_images(request, store, np.setdiff1d(np.arange(len(request.pack.images.grids)), request.read).tolist())
 
 
 def _find_damaged(request: PackRequest, store: ShardStore) -> dict[int, str]:

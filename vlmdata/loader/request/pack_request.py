@@ -20,7 +20,7 @@ from vlmdata.loader.config import BatchPart, Pixels
 from vlmdata.loader.request.index_rows import IndexedPack, IntArray, indexed_pack, key_of
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import PlanConfig
-from vlmdata.packing.image_owners import image_owners, step_owners
+from vlmdata.packing.item_runs import ItemRuns, pack_runs, step_runs
 from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.packing.plan.run import RunPlans
 from vlmdata.packing.table import SampleTable
@@ -74,7 +74,7 @@ class PackRequest:
     following: Position  # of the next batch
     context_parallel: Slice | None  # the slice of the pack held here; None means all of it
     ranges: IntArray  # (r, 2), token ranges of the pack held here, ascending
-    held: IntArray  # (M,), images and videos read here, ascending
+    held: ItemRuns  # images and videos, and parts of videos, in the batch
     pixels: Pixels  # dtype of the patches in the batch
     arrays: BatchArrays  # to fill
 
@@ -87,29 +87,34 @@ class PackRequest:
         parts: Collection[BatchPart],
         pixels: Pixels,
         context_parallel: Slice | None,
-        images: IntArray | None = None,
+        runs: ItemRuns | None = None,
     ) -> PackRequest:
         """Returns the request for some parts of a pack or of a slice of it.
 
-        ``images`` are the images and videos to read, ascending, and no positions, as for a tower of its own; None means
-        those that the slice encodes.
+        ``runs`` are the images and videos to hold, without positions, as for a tower of its own; None means those that
+        the slice encodes.
         """
         bounds, grids = pack.cu_seqlens_padded, pack.images.grids
         if context_parallel is None:
-            ranges, held = bounds[[[0, -1]]], np.arange(len(grids))
+            ranges, held = bounds[[[0, -1]]], ItemRuns.whole(grids)
         else:
             rank, size = context_parallel.rank, context_parallel.size
             ranges = chunk_ranges(bounds, size, rank).reshape(-1, 2)
-            held = np.flatnonzero(image_owners(grids, size) == rank)
-        held = held if images is None else images
+            held = pack_runs(grids, size).of(rank)
+        held = held if runs is None else runs
         tokens = int((ranges[:, 1] - ranges[:, 0]).sum())
-        arrays = _arrays(pack, parts, pixels, tokens, held, positions=images is None)
+        arrays = _arrays(pack, parts, pixels, tokens, held, positions=runs is None)
         return cls(pack, position, following, context_parallel, ranges, held, pixels, arrays)
 
     @property
     def rows(self) -> IntArray:
         """int64 (N,), rows of pixels of each image and video of the pack in a batch."""
         return self.pack.images.rows_in_batch(_frames(self.pack, self.pixels))
+
+    @property
+    def read(self) -> IntArray:
+        """int64, ascending numbers of the images and videos of which bytes are read: none without pixels."""
+        return np.unique(self.held.items) if self.arrays.has_patches else np.zeros(0, np.int64)
 
     def whole(self, parts: Collection[BatchPart]) -> PackRequest:
         """Returns the request for some parts of the whole pack."""
@@ -122,7 +127,7 @@ def _frames(pack: IndexedPack, pixels: Pixels) -> int:
 
 
 def _arrays(
-    pack: IndexedPack, parts: Collection[BatchPart], pixels: Pixels, tokens: int, held: IntArray, positions: bool
+    pack: IndexedPack, parts: Collection[BatchPart], pixels: Pixels, tokens: int, held: ItemRuns, positions: bool
 ) -> BatchArrays:
     """Places the arrays of some parts of a pack, of which so many tokens and these images and videos are held here."""
     wanted: list[tuple[str, str, tuple[int, ...]]] = [
@@ -140,10 +145,11 @@ def _arrays(
         wanted.append(("video_block_starts", "<i8", (pack.video_blocks if positions else 0,)))
     if "pixels" in parts:
         frames = 1 if pixels == "uint8" else pack.family.temporal_patch_size
-        rows, columns = pack.images.rows_in_batch(_frames(pack, pixels))[held], frames * pack.family.patch_bytes
-        wanted.append(("patches", _DTYPES[pixels], (int(rows[~videos[held]].sum()), columns)))
+        rows = held.rows(pack.images.grids, pack.images.rows_in_batch(_frames(pack, pixels)))
+        columns, of_videos = frames * pack.family.patch_bytes, videos[held.items]
+        wanted.append(("patches", _DTYPES[pixels], (int(rows[~of_videos].sum()), columns)))
         if videos.any():
-            wanted.append(("video_patches", _DTYPES[pixels], (int(rows[videos[held]].sum()), columns)))
+            wanted.append(("video_patches", _DTYPES[pixels], (int(rows[of_videos].sum()), columns)))
     placed, offset = [], 0
     for name, dtype, shape in wanted:
         array = PlacedArray(name, np.dtype(dtype), shape, offset)
@@ -196,7 +202,7 @@ class PackImages:
     grids: IntArray  # int64 (N, 3), patches of each image and video along t, h, w, in order of their tokens
     starts: IntArray  # int64 (N,), first token of each in the pack; the index has no other blocks of a video
     are_videos: npt.NDArray[np.bool_]  # bool (N,), which are videos
-    owners: IntArray  # int64 (N,), data-parallel rank of the vision tower that encodes each
+    runs: ItemRuns  # in which they are encoded; the owners are data-parallel ranks of the vision tower
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,33 +255,31 @@ class RankStream:
                 pack.images.grids,
                 pack.images.starts,
                 pack.images.are_videos,
-                owners,
+                runs,
             )
-            for pack, owners in self._all_of(self.plans[epoch], step)
+            for pack, runs in self._all_of(self.plans[epoch], step)
         ]
         return tuple(tuple(found[start : start + self.dp_size]) for start in range(0, len(found), self.dp_size))
 
     def _of_tower(self, plan: EpochPlan, epoch: int, step: int, rank: int) -> list[PackRequest]:
         """Returns a step's requests of a rank of the tower; their positions count packs."""
         packs, requests = self._all_of(plan, step), []
-        for number, (pack, owners) in enumerate(packs):
-            here, mine = Position(epoch, step, number), np.flatnonzero(owners == rank)
+        for number, (pack, runs) in enumerate(packs):
+            here = Position(epoch, step, number)
             following = next_of(here, plan, packs)
-            requests.append(PackRequest.of(pack, here, following, self.parts, self.pixels, None, mine))
+            requests.append(PackRequest.of(pack, here, following, self.parts, self.pixels, None, runs.of(rank)))
         return requests
 
-    def _all_of(self, plan: EpochPlan, step: int) -> list[tuple[IndexedPack, IntArray]]:
+    def _all_of(self, plan: EpochPlan, step: int) -> list[tuple[IndexedPack, ItemRuns]]:
         """Returns the packs of all data-parallel ranks in a step, by micro-batch, and who encodes their images."""
         micro_batches = [
             [indexed_pack(plan, number, self.datasets) for number in numbers]
             for numbers in plan.assignment(step, self.dp_size).tolist()
         ]
-        owners = step_owners(
-            [[pack.images.grids for pack in packs] for packs in micro_batches], max(self.vision_ranks, 1)
-        )
+        runs = step_runs([[pack.images.grids for pack in packs] for packs in micro_batches], max(self.vision_ranks, 1))
         return [
             each
-            for packs, of_packs in zip(micro_batches, owners, strict=True)
+            for packs, of_packs in zip(micro_batches, runs, strict=True)
             for each in zip(packs, of_packs, strict=True)
         ]
 

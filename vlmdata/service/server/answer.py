@@ -58,13 +58,14 @@ def pieces(request: PackRequest, pack: FilledPack) -> list[Bytes]:
 
 def _items(request: PackRequest, patches: Bytes, *, videos: bool) -> list[Bytes]:
     """Returns the patches of the images or of the videos held by a request, adjacent ones together."""
-    of_kind = np.flatnonzero(request.pack.images.are_videos == videos)
-    ends = np.cumsum(request.rows[of_kind])
-    starts = ends - request.rows[of_kind]
-    held = np.flatnonzero(np.isin(of_kind, request.held))
-    first = np.flatnonzero(np.diff(held, prepend=-2) != 1)
-    last = np.append(first[1:], len(held))[: len(first)] - 1
-    return [_flat(patches[starts[held[a]] : ends[held[b]]]) for a, b in zip(first, last, strict=True)]
+    images = request.pack.images
+    of_kind = request.rows * (images.are_videos == videos)
+    held = request.held.take(images.are_videos[request.held.items] == videos)
+    counts = held.rows(images.grids, request.rows)
+    starts = (np.cumsum(of_kind) - of_kind)[held.items] + counts // np.maximum(held.counts, 1) * held.begins
+    first = np.flatnonzero(np.append(-1, (starts + counts)[:-1])[: len(starts)] != starts)
+    last = np.append(first[1:], len(starts))[: len(first)] - 1
+    return [_flat(patches[starts[a] : starts[b] + counts[b]]) for a, b in zip(first, last, strict=True)]
 
 
 def _flat(array: npt.NDArray[Any]) -> Bytes:
