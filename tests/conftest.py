@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,12 +60,13 @@ os.register_at_fork(before=_drop_frame_converter)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With several workers, all of the suite's share two servers of processes, which import while they collect."""
+    """With several workers, all of the suite's are forked, and share two servers of processes."""
     of_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if of_all and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
         forked.share_servers(Path(folder.name))
+        import_module("tests.pytest_workers").fork_workers()  # GPU machines may lack pytest-xdist
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

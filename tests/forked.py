@@ -39,7 +39,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What servers of processes import, and the variable with the address of one that all workers of pytest share.
 COMMANDS, MODELS = "tests.preloaded_commands", "tests.model.preloaded"
 SHARED = {COMMANDS: "VLMDATA_TESTS_COMMANDS", MODELS: "VLMDATA_TESTS_MODELS"}
-_server: forkserver.ForkServer | None = None
+#: What the shared server of :data:`MODELS` imports: workers of pytest are forked from it, too.
+TESTS = "tests.preloaded_tests"
+_servers: dict[str, forkserver.ForkServer] = {}
 _owner = 0
 _shared: list[forkserver.ForkServer] = []
 
@@ -53,7 +55,7 @@ def share_servers(cache: Path) -> None:
     for module, variable in SHARED.items():
         server: Any = forkserver.ForkServer()
         with mock.patch.dict(os.environ, {"VLMDATA_CACHE": str(cache)}):
-            _start(server, module)
+            _start(server, TESTS if module == MODELS else module)
         os.environ[variable] = server._forkserver_address
         _shared.append(server)
 
@@ -76,14 +78,17 @@ def _start(server: forkserver.ForkServer, module: str) -> None:
         server.ensure_running()
 
 
-def _running_server() -> forkserver.ForkServer:
-    """The server which commands of this process are forked from."""
-    global _server, _owner
-    if _server is None or _owner != os.getpid():
-        _server, _owner = forkserver.ForkServer(), os.getpid()
-        if not connected_to_shared(_server, COMMANDS):
-            _start(_server, COMMANDS)
-    return _server
+def _running_server(module: str) -> forkserver.ForkServer:
+    """The server with a module which programs of this process are forked from."""
+    global _owner
+    if _owner != os.getpid():
+        _servers.clear()
+        _owner = os.getpid()
+    if module not in _servers:
+        _servers[module] = forkserver.ForkServer()
+        if not connected_to_shared(_servers[module], module):
+            _start(_servers[module], module)
+    return _servers[module]
 
 
 class Forked(subprocess.Popen[str]):
@@ -92,14 +97,18 @@ class Forked(subprocess.Popen[str]):
     Args:
         target: ``module:function``, or the path of a script.
         arguments: Of the command line, the name of the program first.
+        server: The module with which the server was started that forks it.
+        nurseries: How many servers of workers the program may start, one after the other, that are forked, too.
         options: Of :class:`subprocess.Popen`: ``stdin``, ``stdout``, ``stderr``, ``env``, ``cwd`` and
             ``start_new_session``.
     """
 
-    def __init__(self, target: str, arguments: Sequence[str], **options: Any):
+    def __init__(
+        self, target: str, arguments: Sequence[str], *, server: str = COMMANDS, nurseries: int = 1, **options: Any
+    ):
         unknown = set(options) - {"stdin", "stdout", "stderr", "env", "cwd", "start_new_session", "text"}
         assert not unknown, f"a forked command has no {unknown}"
-        self._target = target
+        self._target, self._server, self._nurseries = target, server, nurseries
         super().__init__(list(arguments), **options)
 
     def _execute_child(self, args: Any, *given: Any) -> None:
@@ -112,9 +121,10 @@ class Forked(subprocess.Popen[str]):
             dict(os.environ if env is None else env),
             os.path.abspath(cwd or os.getcwd()),
             session=given[20],
+            nurseries=self._nurseries,
         )
         files = [own if own != -1 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
-        self._status, data = _running_server().connect_to_new_process(files)
+        self._status, data = _running_server(self._server).connect_to_new_process(files)
         with open(data, "wb") as pipe:
             pickle.dump({}, pipe)
             pickle.dump(program, pipe)
@@ -175,6 +185,7 @@ class _Program:
     environment: dict[str, str]
     folder: str
     session: bool
+    nurseries: int
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         os.close(parent_sentinel)
@@ -220,7 +231,8 @@ class _Program:
             setattr(sys, f"__{name}__", getattr(sys, name))
         if os.environ.get("PYTHONFAULTHANDLER"):
             faulthandler.enable(sys.stderr)
-        _Nursery().install()
+        for _ in range(self.nurseries):
+            _Nursery().install()
 
     def _call(self) -> int:
         """The exit code of the program, as the interpreter forms it."""
@@ -263,7 +275,7 @@ def _open(number: int) -> Any:
 
 
 class _Nursery:
-    """A process that waits to become the server of workers of the command that forked it, or ends with it."""
+    """A process that waits to become a server of workers of the program that forked it, or ends with it."""
 
     def __init__(self) -> None:
         here, there = socket.socketpair()
@@ -286,7 +298,7 @@ class _Nursery:
                 os._exit(code)
 
     def install(self) -> None:
-        """Has the first server of workers be made of the process; another one is started as usual."""
+        """Has a server of workers be made of the process; once it is, the next one is started as before."""
         util.spawnv_passfds = partial(self._start, util.spawnv_passfds)
 
     def _start(self, usual: Any, path: Any, args: Any, passed: Sequence[int]) -> int:
@@ -294,9 +306,10 @@ class _Nursery:
         if self._pipe is None or "multiprocessing.forkserver" not in call:
             return int(usual(path, args, passed))
         pipe, self._pipe = self._pipe, None
+        message = pickle.dumps((call, dict(os.environ), os.getcwd()))
         with pipe:
-            pipe.sendall(len(call.encode()).to_bytes(8, "little") + call.encode())
-            reduction.sendfds(pipe, list(passed))
+            pipe.sendall(len(message).to_bytes(8, "little") + message)
+            reduction.sendfds(pipe, [*passed, 1, 2])
         return self._pid
 
 
@@ -306,8 +319,17 @@ def _wait_and_serve(pipe: socket.socket) -> None:
         head = file.read(8)
         if not head:
             return
-        call = file.read(int.from_bytes(head, "little")).decode()
-        listener, alive = reduction.recvfds(pipe, 2)
+        message = b""
+        while len(message) < int.from_bytes(head, "little"):
+            message += file.read(int.from_bytes(head, "little") - len(message)) or b""
+        call, environment, folder = pickle.loads(message)
+        listener, alive, *outputs = reduction.recvfds(pipe, 4)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, output in zip((1, 2), outputs, strict=True):
+        os.dup2(output, number)
+        os.close(output)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
