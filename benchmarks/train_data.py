@@ -3,6 +3,7 @@
     python benchmarks/train_data.py texts --out T    # 700 chats of 20 to 5,000 words, without images
     python benchmarks/train_data.py chats --out C    # 500 chats, two in five with one or three small images
     python benchmarks/train_data.py documents --out D    # 12 documents of 4 to 60 pages, about 1,000 tokens each
+    python benchmarks/train_data.py books --out B    # 2 texts of about 130,000 tokens
 
 Receipts, which the others need, are yours:
 
@@ -60,6 +61,21 @@ def chats(rows: int, images: Path) -> list[dict[str, Any]]:
     return made
 
 
+#: Words of a book: with the template, about 130,000 tokens of the embedded tokenizer.
+BOOK = 129_500
+
+
+def books(rows: int, _: Path) -> list[dict[str, Any]]:
+    """Texts that nearly fill a pack of 131,072 tokens each."""
+    drawn = np.random.default_rng(6)
+    made = []
+    for _ in range(rows):
+        asked = {"role": "user", "content": " ".join(drawn.choice(WORDS.split(), BOOK - 2000))}
+        answered = {"role": "assistant", "content": " ".join(drawn.choice(WORDS.split(), 2000))}
+        made.append({"messages": [asked, answered]})
+    return made
+
+
 #: Width and height of a page in pixels: 56 x 72 patches, 1,008 tokens.
 PAGE = (896, 1152)
 
@@ -86,18 +102,20 @@ def documents(rows: int, images: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=["texts", "chats", "documents"])
-    parser.add_argument("--rows", type=int, help="default: 700 texts, 500 chats, 12 documents")
+    parser.add_argument("kind", choices=["texts", "chats", "documents", "books"])
+    parser.add_argument("--rows", type=int, help="default: 700 texts, 500 chats, 12 documents, 2 books")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    make, rows = {"texts": (texts, 700), "chats": (chats, 500), "documents": (documents, 12)}[options.kind]
+    kinds = {"texts": (texts, 700), "chats": (chats, 500), "documents": (documents, 12), "books": (books, 2)}
+    make, rows = kinds[options.kind]
     folder = options.out.absolute().with_name(f"{options.out.name}-source")
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / f"{options.kind}.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in make(options.rows or rows, folder / "images")))
     # Small images stay small: train_faults.py's packs have 1,024 tokens.
     most = PAGE[0] * PAGE[1] if options.kind == "documents" else 65536
-    pixels = ("--min-pixels", "4096", "--max-pixels", str(most), "--max-length", "65536")
+    longest = 131_072 if options.kind == "books" else 65_536
+    pixels = ("--min-pixels", "4096", "--max-pixels", str(most), "--max-length", str(longest))
     preprocess(str(source), options.out, "--recipe", "chat", "--pad-multiple", "1", "--rows-per-shard", "100", *pixels)
 
 

@@ -88,8 +88,13 @@ def peer_of(architecture: Architecture, checkpointing: bool) -> torch.nn.Module:
     (name,) = fields.pop("architectures")
     config = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))(**fields)
     config._attn_implementation = attention()
-    with torch.device(DEVICE):
-        model: torch.nn.Module = getattr(transformers, name)(config).to(DTYPE)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPE)  # in float32, 35b-a3b would not fit before it is converted
+    try:
+        with torch.device(DEVICE):
+            model: torch.nn.Module = getattr(transformers, name)(config).to(DTYPE)
+    finally:
+        torch.set_default_dtype(usual)
     if checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model.train()
@@ -312,11 +317,7 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
     """The ways of a preset, each with its figures."""
     from model.training.build import architecture_of
 
-    wanted = preset(name).data_family
-    found = [dataset for dataset in datasets if dataset.manifest.model_family.name == wanted]
-    if not found:
-        raise SystemExit(f"{name} needs data of the family {wanted}: add --data with such a dataset")
-    dataset = found[0]
+    dataset = dataset_of(name, datasets)
     configs = configs_of(name, dataset, options)
     architecture = architecture_of(configs[0])
     ways: dict[str, Callable[[], dict[str, Any]]] = {
@@ -334,6 +335,15 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
         found = ways[way]() | {"gib_before": left, "way_seconds": time.monotonic() - begun}
         print(f"  {name} {way}: {json.dumps(found)}", flush=True)
         yield way, found
+
+
+def dataset_of(name: str, datasets: Sequence[VlmDataset]) -> VlmDataset:
+    """The first dataset that is for a preset's family."""
+    wanted = preset(name).data_family
+    found = [dataset for dataset in datasets if dataset.manifest.model_family.name == wanted]
+    if not found:
+        raise SystemExit(f"{name} needs data of the family {wanted}: add --data with such a dataset")
+    return found[0]
 
 
 def configs_of(name: str, dataset: VlmDataset, options: argparse.Namespace) -> list[Any]:

@@ -79,6 +79,8 @@ CASES = {
     "2b-profile": Case(
         "profile", 1, "--preset 2b --capacity 16384 --global-batch 1 --set model.mtp=false", 10, 5, profile=2
     ),
+    # What is tried first on one GPU: little arithmetic a step, so launches count.
+    "0.8b-small": Case("small steps", 1, "--preset 0.8b --capacity 8192 --global-batch 1 --workers 4", 60, 30),
     # One pack of long documents (train_data.py documents).
     "65k": Case("long context", 1, f"--preset 2b --capacity 65536 --global-batch 1 {_FULL}", 6, 3, profile=1),
     "65k-cp": Case("long context", 2, f"--preset 2b --cp 2 --capacity 65536 --global-batch 1 {_FULL}", 6, 3, profile=1),

@@ -143,7 +143,9 @@ def epoch_passes(
         stream = _Stream(table, samples, used, derive_key("rotation", seed, dataset))
         before = stream.uses(start)
         taken = stream.uses(stop) - before
-        for number in range(int(taken.max())):
+        whole = int(taken.min())
+        result += [DatasetPass(dataset, samples, before + np.int32(number)) for number in range(whole)]
+        for number in range(whole, int(taken.max())):
             chosen = np.flatnonzero(taken > number)
             result.append(DatasetPass(dataset, samples[chosen], before[chosen] + np.int32(number)))
     return result

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vlmdata.errors import UsageError
 from vlmdata.packing.alignment import aligned
 from vlmdata.packing.arrays import IntArray, offsets_of, ranges
-from vlmdata.packing.bins.two_limits import Limits, Window
+from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
 from vlmdata.packing.config import PlanConfig, first_epoch
 from vlmdata.packing.plan.balance import balanced, in_order
 from vlmdata.packing.plan.blend import epoch_passes, usable_samples
@@ -279,7 +279,8 @@ def _plan_stage(
             f"epoch {epoch} has no samples: {counted(len(table), 'sample')} in total, blend {config.blend}"
         )
     windows = make_windows(table, passes, config.shuffle_window, config.seed, epoch)
-    plan = _pack_windows(table, config, epoch, windows)
+    repeated = len({each.dataset for each in passes}) < len(passes)
+    plan = _pack_windows(table, config, epoch, windows, repeated)
     if plan.num_steps == 0:
         raise UsageError(
             f"epoch {epoch}: {counted(plan.num_packs, 'pack')} cannot make a step of global_batch "
@@ -340,8 +341,8 @@ def _refuse(
     )
 
 
-def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: Windows) -> EpochPlan:
-    """Packs each window separately and shuffles its packs."""
+def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: Windows, repeated: bool) -> EpochPlan:
+    """Packs each window separately and shuffles its packs; ``repeated`` if it may hold a sample more than once."""
     units = config.capacity // config.alignment
     tokens = aligned(table.lengths, config.alignment) // config.alignment
     patches = tokens if config.max_patches is None else table.num_patches.astype(np.int64)
@@ -350,8 +351,11 @@ def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: W
     for number, (start, stop) in enumerate(bounds):
         uses = windows.samples[start:stop]
         parts.append(Window(tokens[uses], patches[uses], derive_key("window", config.seed, epoch, number)))
-    uses_of = [windows.samples[start:stop] for start, stop in bounds]
-    packed = pack_apart(parts, uses_of, Limits(units, config.max_patches), derive_key("epoch", config.seed, epoch))
+    limits, key = Limits(units, config.max_patches), derive_key("epoch", config.seed, epoch)
+    if repeated:
+        packed = pack_apart(parts, [windows.samples[start:stop] for start, stop in bounds], limits, key)
+    else:  # nothing to look for, which would take a third of the plan's time
+        packed = pack_windows(parts, limits, key)
     samples = np.empty(len(windows.samples), np.int32)
     repeats = np.empty(len(windows.samples), np.int32)
     counts = []
