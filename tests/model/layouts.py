@@ -83,7 +83,7 @@ class StepOutcome:
         gradients: By canonical name, this rank's part, divided by the sum of the weights.
         metrics: Means of the losses beside the main one.
         images_held: Images this rank encoded in each of its micro-batches.
-        videos_held: The same of videos.
+        videos_held: The same of temporal patches of videos.
     """
 
     place: dict[str, int]
@@ -233,7 +233,7 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
         gradients={names[name]: gradient for name, gradient in whole_gradients_of(wrapped).items()},
         metrics=model.metrics.pop(model.metric_names),
         images_held=tuple(len(batch.image_indices) for batch in mine),
-        videos_held=tuple(len(batch.host.video_runs) for batch in mine),
+        videos_held=tuple(int(batch.host.video_runs[:, 2].sum()) for batch in mine),
     )
 
 

@@ -134,7 +134,7 @@ def side_step(case: SideCase, data: Path) -> StepOutcome:
         gradients={names[name]: p.main_grad.clone() for name, p in model.named_parameters()},
         metrics=model.metrics.pop(("moe_aux_loss", "mtp_loss")),
         images_held=tuple(len(batch.image_indices) if batch.patches is not None else 0 for batch in mine),
-        videos_held=tuple(len(batch.host.video_runs) if batch.patches is not None else 0 for batch in mine),
+        videos_held=tuple(int(batch.host.video_runs[:, 2].sum()) if batch.patches is not None else 0 for batch in mine),
     )
 
 

@@ -92,7 +92,7 @@ def test_sides_equal_one_process(
     for name in ("images_held", "videos_held"):
         encoded = [sum(getattr(each, name)) for each in outcomes if each.place["tower"]]
         replicas = encoded[:: case.groups.get("vision_tensor", 1)]
-        assert sum(replicas) == sum(getattr(reference, name)), "each image and video is encoded once"
+        assert sum(replicas) == sum(getattr(reference, name)), "each image and temporal patch is encoded once"
         assert not sum(sum(getattr(each, name)) for each in outcomes if not each.place["tower"])
     assert case.videos == (max(reference.videos_held) > 1)
     for outcome in outcomes:
