@@ -234,7 +234,12 @@ class _Items:
             if kind == VIDEO and not self._grids[kind]:
                 continue
             grids = torch.tensor(self._grids[kind], dtype=torch.long).reshape(-1, 3)
-            found[f"{kind}_grid_thw"], found[f"{kind}_indices"] = grids, torch.arange(len(grids))
+            numbers = torch.arange(len(grids))
+            if kind == IMAGE:
+                found["image_indices"] = numbers
+            else:
+                found["video_runs"] = torch.stack([numbers, torch.zeros_like(numbers), grids[:, 0]], dim=1)
+            found[f"{kind}_grid_thw"] = grids
             found[f"{kind}_starts"] = torch.tensor(self._starts[kind], dtype=torch.long)
             found[patches] = torch.from_numpy(np.concatenate([none, *self._patches[kind]]))
         if self._blocks:
