@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,8 @@ def require_conversation(
     """
     text = rendered.text
     begin = tokenizer.info.turns.begin
-    if begin >= 0 and np.flatnonzero(tokens.ids == begin).tolist() != [0]:
-        times = counted(int((tokens.ids == begin).sum()), "time")
+    if begin >= 0 and tokens.places(begin) != [0]:
+        times = counted(len(tokens.places(begin)), "time")
         raise template_error(f"wrote {tokenizer.family.chat.begin} {times}; the text must begin with one")
     _require_headers(text, tokens, tokenizer, learned)
     _require_items(conversation.media, tokens, tokenizer, rendered.enclosed_videos)
@@ -55,6 +56,8 @@ def require_conversation(
 
 def _require_tools(conversation: Conversation, text: str) -> None:
     """Checks that the text names the offered tools, besides where messages do: some templates write none."""
+    if not conversation.tools:
+        return
     said = "\n".join(message.text for message in conversation.messages)
     for tool in conversation.tools:
         function = tool.get("function", tool)
@@ -113,7 +116,7 @@ def require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokenize
     Raises:
         RowRejected: SPECIAL_TOKEN_TEXT if the data forged one, TEMPLATE_ERROR if one was lost.
     """
-    at = np.flatnonzero(np.isin(tokens.ids, tokenizer.reserved_ids))
+    at = tokens.reserved
     found = list(zip(tokens.starts[at].tolist(), tokens.ends[at].tolist(), strict=True))
     if found == list(rendered.reserved_spans):
         return
@@ -139,18 +142,18 @@ def _require_headers(text: str, tokens: Tokens, tokenizer: ChatTokenizer, learne
     whose turn it is.
     """
     ids = tokenizer.info.turns
-    header = np.array(ids.assistant)
+    header = list(ids.assistant)
     opening = tokenizer.family.chat.turn_start + tokenizer.family.chat.assistant_header
-    for at in np.flatnonzero(tokens.ids == ids.start).tolist():
+    for at in tokens.places(ids.start):
         start = int(tokens.starts[at])
         needed = len(header) if start + len(opening) in learned else max(len(header) - 1, 1)
-        found = tokens.ids[at + 1 : at + 1 + len(header)]
-        if text.startswith(opening, start) and not np.array_equal(found[:needed], header[:needed]):
+        found = tokens.ids[at + 1 : at + 1 + len(header)].tolist()
+        if text.startswith(opening, start) and found[:needed] != header[:needed]:
             turn = text[int(tokens.ends[at]) :]
             raise RowRejected(
                 Reason.TEMPLATE_ERROR,
-                f"the tokenizer encodes the header of the turn {excerpt(turn, 40)!r} as {found.tolist()} instead of "
-                f"{header.tolist()}: it merges with the answer",
+                f"the tokenizer encodes the header of the turn {excerpt(turn, 40)!r} as {found} instead of "
+                f"{header}: it merges with the answer",
             )
 
 
@@ -160,20 +163,23 @@ def _require_items(media: Sequence[MediaPart], tokens: Tokens, tokenizer: ChatTo
     for kind, found in tokenizer.info.items.items():
         parts = [part for part in media if kind_of(part) == kind]
         blocks = sum(map(blocks_in_text, parts))
-        if len(at := np.flatnonzero(tokens.ids == found.token)) != blocks:
+        if len(at := tokens.places(found.token)) != blocks:
             wanted = counted(len(parts), kind) + (f" with {blocks} times" if blocks != len(parts) else "")
             raise template_error(f"wrote {counted(len(at), f'{kind} placeholder')} for {wanted}")
         # The template's own marks enclose the blocks of a video, unless the layout drops them.
         outer = sum(isinstance(part, VideoPart) and bool(part.seconds) for part in parts)
         pairs = blocks + (outer if enclosed else 0)
-        expected.update(dict.fromkeys(dict.fromkeys((*found.before, *found.after)), pairs))
-        around = np.arange(len(found.ids)) + at[:, None] - len(found.before)
-        inside = not blocks or (around[0, 0] >= 0 and around[-1, -1] < len(tokens.ids))
+        for mark in {*found.before, *found.after}:
+            expected[mark] += pairs
+        if not blocks:
+            continue
+        around = np.arange(len(found.ids)) + np.array(at)[:, None] - len(found.before)
+        inside = around[0, 0] >= 0 and around[-1, -1] < len(tokens.ids)
         if not inside or (tokens.ids[around] != found.ids).any():
             raise _wrong_marks(kind, blocks, tokens, tokenizer)
     for kind, found in tokenizer.info.items.items():
-        if any(int((tokens.ids == mark).sum()) != expected[mark] for mark in (*found.before, *found.after)):
-            raise _wrong_marks(kind, int((tokens.ids == found.token).sum()), tokens, tokenizer)
+        if any(len(tokens.places(mark)) != expected[mark] for mark in (*found.before, *found.after)):
+            raise _wrong_marks(kind, len(tokens.places(found.token)), tokens, tokenizer)
 
 
 def kind_of(part: MediaPart) -> str:
@@ -188,7 +194,7 @@ def blocks_in_text(part: MediaPart) -> int:
 
 def _wrong_marks(kind: str, blocks: int, tokens: Tokens, tokenizer: ChatTokenizer) -> RowRejected:
     item, spell = tokenizer.info.items[kind], tokenizer.hf.convert_ids_to_tokens
-    counts = {mark: int((tokens.ids == mark).sum()) for mark in (*item.before, *item.after)}
+    counts = {mark: len(tokens.places(mark)) for mark in (*item.before, *item.after)}
     found = " and ".join(f"{count} {spell(mark)}" for mark, count in counts.items())
     return template_error(
         f"wrote {found} around {counted(blocks, f'{kind} placeholder')}; each {spell(item.token)} must be "
@@ -223,10 +229,10 @@ def _require_stretch(
     before, answer = stretch
     start = turns[number - 1].stop if number else 0
     stop = turns[number].body if answer is not None else len(text)
-    first, last = np.searchsorted(tokens.starts, [start, stop]).tolist()
+    first, last = tokens.starts.searchsorted((start, stop)).tolist()
     where = f"before assistant turn {number + 1}" if answer is not None else "after the last assistant turn"
     for kind, token in tokenizer.placeholders.items():
-        found = int((tokens.ids[first:last] == token).sum())
+        found = tokens.count(token, first, last)
         parts = [part for message in before for part in message.media if kind_of(part) == kind]
         if found != sum(map(blocks_in_text, parts)):
             raise template_error(
@@ -234,7 +240,7 @@ def _require_stretch(
                 f"{counted(len(parts), kind)}"
             )
     if tokenizer.info.turns.response:
-        responses = int((tokens.ids[first:last] == tokenizer.info.turns.response[1]).sum())
+        responses = tokens.count(tokenizer.info.turns.response[1], first, last)
         if responses != (given := sum(message.role == "tool" for message in before)):
             raise template_error(
                 f"wrote {counted(responses, 'response')} of tools {where}, where the messages have {given}. A response "
@@ -340,9 +346,11 @@ def is_unlike_inference(
     The first learned turn decides: of all it is the furthest from the end.
     """
     first = next(number for number, weight in enumerate(weights) if weight)
-    turn, (message, alone) = turns[first], list(up_to_answers(conversation))[first]
-    if message is conversation.messages[-1]:
+    answers = (at for at, message in enumerate(conversation.messages) if message.role == "assistant")
+    length = next(islice(answers, first, None)) + 1
+    if length == len(conversation.messages):
         return False
+    turn, alone = turns[first], replace(conversation, messages=conversation.messages[:length])
     try:
         at_inference = renderer.render(alone).text
     except RowRejected:

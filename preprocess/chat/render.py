@@ -299,10 +299,13 @@ def _strings(conversation: Conversation) -> Iterator[tuple[str, str]]:
     """Yields all strings of a conversation, each with its place."""
     for number, message in enumerate(conversation.messages, start=1):
         where = f"message {number} of {len(conversation.messages)} ({message.role})"
-        texts = [part.text for part in message.parts if isinstance(part, TextPart)]
-        yield from (
-            (where, text) for text in _nested_strings([texts, message.reasoning, message.tool_calls, message.call_id])
-        )
+        yield from ((where, part.text) for part in message.parts if isinstance(part, TextPart))
+        if message.reasoning is not None:
+            yield where, message.reasoning
+        if message.tool_calls:
+            yield from ((where, text) for text in _nested_strings(message.tool_calls))
+        if message.call_id is not None:
+            yield where, message.call_id
     yield from (("tools", text) for text in _nested_strings(conversation.tools))
     arguments = conversation.template_arguments.values()
     yield from (("chat_template_kwargs", text) for value in arguments for text in _nested_strings(value))

@@ -6,9 +6,11 @@ character offsets. Nothing is ever searched for by its tokens, so an answer repe
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,23 @@ class Tokens:
     ids: npt.NDArray[np.int64]  # int64 (L,)
     starts: npt.NDArray[np.int64]  # int64 (L,), first character of each token
     ends: npt.NDArray[np.int64]  # int64 (L,), one past its last character
+    reserved: npt.NDArray[np.int64]  # int64 (R,), places of the reserved tokens, ascending
+
+    @cached_property
+    def _places(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for place, token in zip(self.reserved.tolist(), self.ids[self.reserved].tolist(), strict=True):
+            found.setdefault(token, []).append(place)
+        return found
+
+    def places(self, token: int) -> list[int]:
+        """Returns the places of a reserved token, ascending."""
+        return self._places.get(token, [])
+
+    def count(self, token: int, first: int, stop: int) -> int:
+        """Returns how often a reserved token is in a range of places."""
+        places = self.places(token)
+        return bisect_left(places, stop) - bisect_left(places, first)
 
 
 @dataclass(frozen=True)
@@ -78,8 +97,8 @@ def tokenize(tokenizer: ChatTokenizer, rendered: Rendered, cuts: Sequence[int] =
     cuts = (*rendered.cuts, *cuts)
     if not rendered.plain_spans and not cuts:
         encoding = tokenizer.hf.backend_tokenizer.encode(rendered.text, add_special_tokens=False)
-        return _tokens([(0, encoding)])
-    return _tokens(list(_encode_pieces(tokenizer, rendered, cuts)))
+        return _tokens([(0, encoding)], tokenizer)
+    return _tokens(list(_encode_pieces(tokenizer, rendered, cuts)), tokenizer)
 
 
 def _encode_pieces(tokenizer: ChatTokenizer, rendered: Rendered, cuts: Sequence[int]) -> Iterator[tuple[int, Any]]:
@@ -109,12 +128,13 @@ def _next_special(text: str, cursor: int, specials: frozenset[str]) -> tuple[int
     return start, start - negative_length
 
 
-def _tokens(pieces: list[tuple[int, Any]]) -> Tokens:
+def _tokens(pieces: list[tuple[int, Any]], tokenizer: ChatTokenizer) -> Tokens:
     ids = np.concatenate([np.asarray(encoding.ids, dtype=np.int64) for _, encoding in pieces])
-    offsets = np.concatenate(
-        [np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start for start, encoding in pieces]
-    )
-    return Tokens(ids, offsets[:, 0], offsets[:, 1])
+    # From one iterator: numpy takes longer to read a list of pairs. Starts and ends are searched often, so each is one
+    # piece of memory.
+    offsets = [np.fromiter(chain.from_iterable(encoding.offsets), np.int64) + start for start, encoding in pieces]
+    starts, ends = np.ascontiguousarray(np.concatenate(offsets).reshape(-1, 2).T)
+    return Tokens(ids, starts, ends, np.flatnonzero(tokenizer.is_reserved[ids]))
 
 
 def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer, remedy: str = "") -> list[Turn]:
@@ -130,11 +150,10 @@ def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer, remedy: str 
         RowRejected: TEMPLATE_ERROR if the text is not a sequence of turns of the family.
     """
     chat, marks = tokenizer.family.chat, tokenizer.info.turns
-    starts = np.flatnonzero(tokens.ids == marks.start).tolist()
+    starts, ends = tokens.places(marks.start), tokens.places(marks.end)
     opening, turns = chat.turn_start + chat.assistant_header, list[Turn]()
-    ends = np.flatnonzero(tokens.ids == marks.end)
     bounds = list(pairwise([*starts, len(tokens.ids)]))
-    counts = [int(((ends > first) & (ends < stop)).sum()) for first, stop in bounds]
+    counts = [tokens.count(marks.end, first, stop) for first, stop in bounds]
     open_ended = [tokens.ids[stop - 1] in marks.response for _, stop in bounds]
     if (
         not starts
@@ -158,10 +177,12 @@ def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer, remedy: str 
 def _said(text: str, tokens: Tokens, said: range, body: int, tokenizer: ChatTokenizer) -> Turn:
     """Returns the turn of tokens that the assistant says, which its text after the header begins at ``body``."""
     chat, marks = tokenizer.family.chat, tokenizer.info.turns
-    ends = np.flatnonzero(tokens.ids[said.start : said.stop] == marks.end)
-    token = said.start + int(ends[0]) if len(ends) else said.stop - 1
+    ends = tokens.places(marks.end)
+    at = bisect_left(ends, said.start)
+    ended = at < len(ends) and ends[at] < said.stop
+    token = ends[at] if ended else said.stop - 1
     # Only a token that is just the newline: a longer one ("\n\n") belongs to the template, between turns.
-    newline = token in ends + said.start and tokens.ids[token + 1 : token + 2].tolist() == [marks.assistant[-1]]
+    newline = ended and tokens.ids[token + 1 : token + 2].tolist() == [marks.assistant[-1]]
     return _turn(text, body, int(tokens.starts[token]), int(tokens.ends[token + newline]), chat)
 
 

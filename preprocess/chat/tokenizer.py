@@ -99,9 +99,12 @@ class ChatTokenizer:
         return str(self.hf.convert_ids_to_tokens(self.info.items[VIDEO].token)) if captioned else None
 
     @cached_property
-    def reserved_ids(self) -> npt.NDArray[np.int64]:
-        """Ids of ``reserved``, int64 (R,)."""
-        return np.array(sorted(self.hf.convert_tokens_to_ids(list(self.reserved))), dtype=np.int64)
+    def is_reserved(self) -> npt.NDArray[np.bool_]:
+        """Whether an id is that of one of ``reserved``, bool (V,)."""
+        reserved = self.hf.convert_tokens_to_ids(list(self.reserved))
+        table = np.zeros(max(self.hf.get_vocab().values()) + 1, np.bool_)
+        table[reserved] = True
+        return table
 
     @cached_property
     def plain_backend(self) -> Tokenizer:

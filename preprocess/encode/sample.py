@@ -137,6 +137,8 @@ class WeightedTokens:
 
     def with_items(self, items: Sequence[Views], family: Family, info: TokenizerInfo) -> WeightedTokens:
         """Expands the placeholder of each image to one per merged patch of its views, and those of videos alike."""
+        if not items:
+            return self
         counts: list[int] = []
         for views in items:
             if views[0].kind == IMAGE:
