@@ -168,8 +168,13 @@ def finish_sample(
 ) -> EncodedSample:
     """Pads a sample's tokens and computes their positions."""
     length, family, items = len(tokens), config.model_family, tuple(chain.from_iterable(views))
-    blocks = blocks_of(items, family, info)
-    starts = blocks.locate(tokens.ids)
+    if items or any((tokens.ids == item.token).any() for item in info.items.values()):
+        blocks = blocks_of(items, family, info)
+        starts = blocks.locate(tokens.ids)
+        grids, steps, firsts = blocks.grids, blocks.steps, blocks.firsts
+    else:  # text alone, as in most chats
+        starts = steps = firsts = np.zeros(0, np.int64)
+        grids = np.zeros((0, 3), np.int64)
     padded = -(-length // config.pad_multiple) * config.pad_multiple
     input_ids = np.full(padded, info.pad, dtype=np.int32)
     input_ids[:length] = tokens.ids
@@ -177,14 +182,14 @@ def finish_sample(
     loss_weights[:length] = tokens.weights
     loss_mask = (loss_weights > 0).astype(np.uint8)
     position_ids = np.zeros((len(family.position_axes), padded), dtype=np.int32)
-    position_ids[:, :length] = family.position_ids(length, starts, blocks.grids, blocks.steps)
+    position_ids[:, :length] = family.position_ids(length, starts, grids, steps)
     return EncodedSample(
         length=length,
         input_ids=input_ids,
         loss_mask=loss_mask,
         position_ids=position_ids,
         items=items,
-        item_starts=tuple(starts[blocks.firsts].tolist()),
+        item_starts=tuple(starts[firsts].tolist()),
         target_turns=target_turns,
         truncated=truncated,
         loss_weights=None if np.array_equal(loss_weights, loss_mask) else loss_weights,

@@ -27,7 +27,6 @@ PRELOADED = [
     "vlmdata.media.resize",
     "torch",
     "transformers.models.auto.tokenization_auto",
-    "datasets",
 ]
 REJECTING = "--reject-after-deaths 2 rejects such a row"
 #: Says the last line that it read, once nobody can write another one.
@@ -39,6 +38,11 @@ for line in sys.stdin.buffer:
 if last:
     sys.stderr.write("\\n" + last.decode())
 """
+
+
+def preloaded() -> list[str]:
+    """Returns the modules that workers import once: with ``datasets`` if this process needed it to open the source."""
+    return [*PRELOADED, *(["datasets"] if "datasets" in sys.modules else [])]
 
 
 class Local(Engine):
@@ -64,7 +68,7 @@ class Local(Engine):
     def warm_up(self, workers: int) -> None:
         """Imports the libraries of workers while this process is still busy."""
         if workers > 1 or self._reject_after is not None:
-            start_worker_server(PRELOADED)
+            start_worker_server(preloaded())
 
     def run(
         self, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
@@ -95,7 +99,7 @@ def _run_in_processes(
     deaths = Deaths(work.source, counters, reject_after)
     most = max(MAX_DEATHS, reject_after or 0)
     prepare = partial(_prepare, work, counters)
-    with closing(in_workers(prepare, jobs, workers, PRELOADED, on_death=deaths.again, max_deaths=most)) as records:
+    with closing(in_workers(prepare, jobs, workers, preloaded(), on_death=deaths.again, max_deaths=most)) as records:
         try:
             yield from records
         except WorkersDied as error:

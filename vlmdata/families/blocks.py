@@ -50,9 +50,6 @@ class Blocks:
             tokens: Id of the placeholder of each kind.
             steps: Of each item; None is 1.
         """
-        if not items:
-            none = np.zeros(0, np.int64)
-            return cls(none.reshape(0, 3), none, none, none, none, tuple(tokens.values()))
         of_items = [family.expansion(kind).blocks(grid) for kind, grid in items]
         numbers = np.array([len(blocks) for blocks in of_items], np.int64)
         grids = np.array([grid for blocks in of_items for grid in blocks], np.int64).reshape(-1, 3)

@@ -1,0 +1,27 @@
+"""What a run imports: libraries that take long, only if its source or its rows need them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+_RUN = """
+import sys
+from vlmdata.cli.main import main
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print("loaded", *(name for name in ("datasets", "pandas") if name in sys.modules))
+"""
+
+
+def test_jsonl_needs_no_datasets(tmp_path):
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": chat}) + "\n")
+    options = ["preprocess", str(source), "--tokenizer", "embedded", "--out", str(tmp_path / "out"), "-j", "1"]
+    done = subprocess.run([sys.executable, "-c", _RUN, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded"
