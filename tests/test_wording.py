@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.wording import counted, duration, with_article
+from vlmdata.wording import LaterText, counted, duration, with_article
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,16 @@ def test_a_duration_says_the_time_within_one_of_its_smaller_unit(seconds: float)
     smaller = {"d": 3600, "h": 60, "min": 1, "s": 1}[parts[0][1]]
     assert abs(said - seconds) <= smaller
     assert all(float(number) < {"d": 1e9, "h": 24, "min": 60, "s": 60}[unit] for number, unit in parts)
+
+
+def test_a_later_text_is_made_when_it_is_formatted() -> None:
+    made: list[int] = []
+
+    def row(number: int) -> str:
+        made.append(number)
+        return f"row {number}"
+
+    text = LaterText(row, 3)
+    assert not made
+    assert f"shard: {text}: changed" == "shard: row 3: changed"
+    assert made == [3]

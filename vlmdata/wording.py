@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -52,6 +52,28 @@ def excerpt(value: object, limit: int = 80) -> str:
 def encodable(text: str) -> str:
     """Text of a row as it can be written anywhere: half of a character (a lone surrogate) becomes its escape."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+class LaterText:
+    """A text that is made when it is formatted. For the parts of error messages, which are seldom needed.
+
+    Args:
+        make: Returns the text.
+        arguments: Its arguments.
+    """
+
+    __slots__ = ("_arguments", "_make")
+
+    def __init__[*Arguments](self, make: Callable[[*Arguments], str], *arguments: *Arguments):
+        self._make: Callable[..., str] = make
+        self._arguments: tuple[object, ...] = arguments
+
+    def __str__(self) -> str:
+        return self._make(*self._arguments)
+
+
+#: A text, or one that is made when it is formatted.
+type Text = str | LaterText
 
 
 def _plural(noun: str) -> str:

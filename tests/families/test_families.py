@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,3 +122,13 @@ def test_pixels_of_no_patches(name: str) -> None:
 def test_an_unknown_family_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=f"--family llava: unknown family. Known: {', '.join(REGISTRY)}"):
         family("llava")
+
+
+@every_family
+def test_a_family_comes_back_from_its_pickle_equal_and_once(name: str) -> None:
+    made = family(name)
+    sent = pickle.dumps([made, replace(made, min_pixels=2 * made.min_pixels)])
+    same, other = pickle.loads(sent)
+    assert (type(same), same) == (type(made), made)
+    assert other == replace(made, min_pixels=2 * made.min_pixels)
+    assert pickle.loads(sent)[0] is same  # workers get one with each request

@@ -201,6 +201,12 @@ class TestRuns:
             (item + first, *rest) for first, each in zip(firsts, of_packs, strict=True) for item, *rest in rows(each)
         ]
 
+    def test_micro_batches_continue_with_the_loads_of_videos(self) -> None:
+        # Three patches leave one of two ranks behind, which gets two of the next three.
+        first, second = (packs[0] for packs in step_runs([[[(3, 8, 8)]], [[(3, 8, 8)]]], 2))
+        patches = [np.bincount(runs.owners, weights=runs.counts, minlength=2).tolist() for runs in (first, second)]
+        assert patches in ([[1, 2], [2, 1]], [[2, 1], [1, 2]])
+
     @given(grids, st.integers(1, 3), st.integers(1, 3))
     def test_a_split_of_runs_covers_each_once(self, grids: list[tuple[int, int, int]], size: int, parts: int) -> None:
         array = np.array(grids, np.int64).reshape(-1, 3)

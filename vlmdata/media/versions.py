@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.wording import Text
 
 _LIBRARIES = ("pillow", "torch", "torchvision")
 _DECODERS = ("jpg", "jpg_2000", "libtiff", "webp", "zlib", "libjpeg_turbo", "avif")
@@ -64,7 +65,7 @@ def _package(name: str) -> str | None:
         return None
 
 
-def require_pixels(patches: npt.NDArray[np.uint8], expected: int, made_with: Mapping[str, str], what: str) -> None:
+def require_pixels(patches: npt.NDArray[np.uint8], expected: int, made_with: Mapping[str, str], what: Text) -> None:
     """Compares the decoded patches of an item with their checksum.
 
     Args:

@@ -21,7 +21,7 @@ from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.media.versions import require_pixels
 from vlmdata.storage.choices import Verify
 from vlmdata.storage.download import Extents, FetchedRanges, RemoteRanges
-from vlmdata.wording import counted
+from vlmdata.wording import LaterText, Text, counted
 
 #: Files kept open per process; far below the usual limit of 1,024.
 _OPEN_FILES = 128
@@ -128,7 +128,7 @@ class ShardStore:
         finally:
             self._ranges.forget()
 
-    def read(self, dataset: int, shard: int, offset: int, into: memoryview, checksum: int | None, what: str) -> None:
+    def read(self, dataset: int, shard: int, offset: int, into: memoryview, checksum: int | None, what: Text) -> None:
         """Fills ``into`` from a shard, from byte ``offset`` on, and checks the xxh3-64 if one is given.
 
         Without one the caller checks the bytes (:meth:`require_sound`).
@@ -145,22 +145,22 @@ class ShardStore:
         if checksum is not None:
             self.require_sound(dataset, shard, offset, into, checksum, what)
 
-    def require_sound(self, dataset: int, shard: int, offset: int, data: memoryview, checksum: int, what: str) -> None:
+    def require_sound(self, dataset: int, shard: int, offset: int, data: memoryview, checksum: int, what: Text) -> None:
         """Checks stored bytes, if these are verified. Damaged bytes of a cached shard are replaced by sound ones.
 
         Raises:
             ChangedDataError: If the bytes have changed.
             VlmdataError: If a damaged copy in the cache cannot be fetched again.
         """
-        if self._is_sound(data, checksum):
+        if self.is_sound(data, checksum):
             return
         if self._renew(dataset, shard):
             self._read_file(dataset, shard, offset, data, what)
-            if self._is_sound(data, checksum):
+            if self.is_sound(data, checksum):
                 return
         raise changed_data(f"{self.path(dataset, shard)}: {what}", data, checksum)
 
-    def _read_file(self, dataset: int, shard: int, offset: int, into: memoryview, what: str) -> None:
+    def _read_file(self, dataset: int, shard: int, offset: int, into: memoryview, what: Text) -> None:
         try:
             self._read_once(dataset, shard, offset, into, what)
         except UnreadableDataError:
@@ -182,7 +182,7 @@ class ShardStore:
         self._open[key] = file
         return True
 
-    def _read_once(self, dataset: int, shard: int, offset: int, into: memoryview, what: str) -> None:
+    def _read_once(self, dataset: int, shard: int, offset: int, into: memoryview, what: Text) -> None:
         file = self._file(dataset, shard)
         done = 0
         while done < into.nbytes:
@@ -201,11 +201,12 @@ class ShardStore:
                 )
             done += got
 
-    def _is_sound(self, data: Buffer, checksum: int) -> bool:
+    def is_sound(self, data: Buffer, checksum: int) -> bool:
+        """Returns whether stored bytes have their checksum, or none are verified. For :meth:`require_sound`."""
         return self._verify == "off" or xxhash.xxh3_64_intdigest(data) == checksum
 
     def require_pixels(
-        self, dataset: int, shard: int, patches: npt.NDArray[np.uint8], checksum: int, what: str
+        self, dataset: int, shard: int, patches: npt.NDArray[np.uint8], checksum: int, what: Text
     ) -> None:
         """Checks decoded patches, if these are verified.
 
@@ -213,7 +214,8 @@ class ShardStore:
             DatasetFormatError: If the patches differ from those of the dataset.
         """
         if self._verify == "pixels":
-            require_pixels(patches, checksum, self._datasets[dataset].libraries, f"{self.path(dataset, shard)}: {what}")
+            libraries = self._datasets[dataset].libraries
+            require_pixels(patches, checksum, libraries, LaterText(self.place, dataset, shard, what))
 
     def _file(self, dataset: int, shard: int) -> int:
         key = (dataset, shard)
@@ -244,6 +246,10 @@ class ShardStore:
             return name
         path = found.source.local_path(found.files[shard])
         return name if name == str(path) else f"{name} (read from {path})"
+
+    def place(self, dataset: int, shard: int, what: Text) -> str:
+        """Returns a place in a shard for messages: the shard's name, and what of it."""
+        return f"{self.path(dataset, shard)}: {what}"
 
     def close(self) -> None:
         """Closes all files."""

@@ -17,6 +17,7 @@ from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.media.codecs import RAW, decode_item
 from vlmdata.storage.download import Extents
 from vlmdata.storage.shards import ShardStore
+from vlmdata.wording import LaterText
 
 _ALIGN = 64
 _BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "loss_weights": 4}
@@ -212,13 +213,15 @@ def read_members(
     memory = memoryview(scratch)
     reads = (first, dataset[first], shard[first], starts[first], at, at + run_sizes)
     for number, of, file, begin, a, b in zip(*(column.tolist() for column in reads), strict=True):
-        store.read(of, file, begin, memory[a:b], None, what(number))
+        store.read(of, file, begin, memory[a:b], None, LaterText(what, number))
     inside = starts + np.repeat(at - starts[first], np.diff(first, append=len(starts)))
     columns = (place, dataset, shard, starts, inside, inside + sizes, checksums)
     for number, (into, of, file, begin, a, b, checksum) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        store.require_sound(of, file, begin, memory[a:b], checksum, what(number))
+        data = memory[a:b]
+        if not store.is_sound(data, checksum):
+            store.require_sound(of, file, begin, data, checksum, LaterText(what, number))
         found[into] = scratch[a:b]
     return {member: found[j :: len(members)] for j, member in enumerate(members)}
 
@@ -252,6 +255,8 @@ def _fill_patches(
     there, image by image. Of a video that is held in part all is read: the checksums are of all of it.
     """
     pack, held = request.pack, request.held
+    if not len(held.items):
+        return
     samples, images, family = pack.samples, pack.images, pack.family
     stored, made = images.rows[held.items], held.rows(images.grids, request.rows)
     rest = {name: view.view(np.uint8) for name, view in views.items() if name in ("patches", "video_patches")}
@@ -278,7 +283,7 @@ def _fill_patches(
     ):
         name = "video_patches" if images.are_videos[image] else "patches"
         out, rest[name] = rest[name][:rows], rest[name][rows:]
-        what = image_of(pack, sample, image)
+        what = LaterText(image_of, pack, sample, image)
         codec = images.codecs[image]
         place = scratch[:count] if apart else out
         if sample in masked:
@@ -288,7 +293,7 @@ def _fill_patches(
         else:
             data = np.empty(int(images.bytes[image]), np.uint8)
             store.read(dataset, shard, offset, memoryview(data), checksum, what)
-            decode_item(codec, data, images.shape(image), family, place, f"{store.path(dataset, shard)}: {what}")
+            decode_item(codec, data, images.shape(image), family, place, LaterText(store.place, dataset, shard, what))
             store.require_pixels(dataset, shard, place, int(images.pixel_checksums[image]), what)
         if apart:
             _expand(place[first : first + taken], out, request.pixels, int(images.copies[image]), family)

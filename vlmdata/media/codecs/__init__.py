@@ -21,7 +21,7 @@ from vlmdata.media.codecs.base import (
     fault_of_codec,
 )
 from vlmdata.registry import Registry, problem_of
-from vlmdata.wording import excerpt
+from vlmdata.wording import Text, excerpt
 
 #: The codec of items in ``patches.npy``: patches as they are.
 RAW = "raw"
@@ -117,7 +117,7 @@ def libraries_of(made: ItemCodec) -> dict[str, str]:
 
 
 def decode_item(
-    name: str, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8], what: str
+    name: str, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8], what: Text
 ) -> None:
     """Decodes one item into a buffer.
 

@@ -120,7 +120,7 @@ class EpochPlan:
             UsageError: If ``global_batch`` is not a multiple of ``dp_size``.
         """
         packs = self.padded_step(number, dp_size)
-        if self.config.balance:
+        if self.config.balance and len(packs) > 1:
             costs = self.pack_costs(packs)
             positions = balanced(costs[None], dp_size)[0]
         else:
