@@ -233,8 +233,11 @@ class SampleReader:
 
     def _array(self, member: Member, row: IndexRow, data: memoryview) -> npt.NDArray[Any]:
         axes = len(self._family.position_axes)
-        grids = {f"{kind}_grid_thw": (len(row.grids(kind)), 3) for kind in (IMAGE, VIDEO)}
-        shapes = {"position_ids": (axes, row.padded_length), **grids}
+        shapes = {
+            "position_ids": (axes, row.padded_length),
+            "image_grid_thw": (len(row.grids(IMAGE)), 3),
+            "video_grid_thw": (len(row.grids(VIDEO)), 3),
+        }
         shape = shapes.get(member.name, (row.padded_length,))
         return np.frombuffer(data, member.dtype, int(np.prod(shape))).reshape(shape)
 

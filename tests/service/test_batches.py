@@ -275,8 +275,9 @@ class TestSharing:
             counts = json.loads(connection(server).action(STATUS))["packs"]
             assert counts["made"] <= batches
             assert counts["shared"] >= 3 * batches
-            text = urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics").read().decode()
-            assert f"vlmdata_batches_total {4 * batches}.0" in text
+            counted = f"vlmdata_batches_total {4 * batches}.0"
+            # The server counts a batch after its last bytes, which may be after the client has it.
+            wait_until(lambda: counted in _metrics(server), counted)
 
     def test_the_status_shows_all_servers_and_fails_if_one_does_not_answer(
         self, server: Server, capsys: pytest.CaptureFixture[str]
@@ -294,6 +295,11 @@ class TestSharing:
         assert [sorted(each) for each in json.loads(shown)][1] == ["error", "server"]
         _show_status(f"127.0.0.1:{server.port}", None, None, True)
         assert json.loads(capsys.readouterr().out)["server"] == f"127.0.0.1:{server.port}"
+
+
+def _metrics(server: Server) -> str:
+    text: bytes = urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics").read()
+    return text.decode()
 
 
 def connection(server: Server) -> Connection:

@@ -296,7 +296,7 @@ def _shape_problem(arrays: dict[str, Any], row: IndexRow, family: Family) -> str
         array = arrays[member.name]
         if array.dtype != member.dtype or array.shape != shapes[member.name]:
             return f"{member.suffix} is {array.dtype} {array.shape}, but should be {member.dtype} {shapes[member.name]}"
-    for kind in (IMAGE, VIDEO):
-        if (name := f"{kind}_grid_thw") in arrays and arrays[name].tolist() != [list(grid) for grid in row.grids(kind)]:
+    for name, kind in (("image_grid_thw", IMAGE), ("video_grid_thw", VIDEO)):
+        if name in arrays and arrays[name].tolist() != [list(grid) for grid in row.grids(kind)]:
             return f"{name}.npy differs from the index"
     return ""
