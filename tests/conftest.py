@@ -69,18 +69,19 @@ def pytest_configure(config: pytest.Config) -> None:
         import_module("tests.pytest_workers").fork_workers()  # GPU machines may lack pytest-xdist
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis looks for constants in all that is imported, 1 s of CPU time
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders with slow tests first: with a file to a worker, one that comes last would keep the others waiting.
 
     A folder stays together, because a worker that leaves it and comes back makes its fixtures anew.
     """
+    property_tests.fix_constants()
     slow = {item.path.parent for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path.parent not in slow)
 
 
 def pytest_collection_finish() -> None:
     """All modules of the session's tests are imported. The collector need not look through them again and again."""
-    property_tests.fix_constants()
     gc.enable()
     gc.collect()
     gc.freeze()

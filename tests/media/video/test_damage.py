@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Mapping
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -39,23 +41,30 @@ def noisy(codec: str, **options: object) -> bytes:
     return clip(codec, 90, size=(64, 96), frames=frames, **{"options": {"g": "10"}, **options})
 
 
-CUT = {
-    "mkv": noisy("libx264", container="matroska"),
-    "webm": noisy("libvpx-vp9"),
-    "mp4": noisy("libx264", muxer={"movflags": "faststart"}),
-    "fragmented": noisy("libx264", muxer={"movflags": "frag_keyframe+empty_moov"}),
-    "avi": noisy("mpeg4", context={"bit_rate": 10**7}),
-    "mjpeg": noisy("mjpeg"),
-    "gif": noisy("gif"),
-    "hevc": noisy("libx265", muxer={"movflags": "faststart"}),
-    "flv": noisy("libx264", container="flv"),
+CUT: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "mkv": ("libx264", {"container": "matroska"}),
+    "webm": ("libvpx-vp9", {}),
+    "mp4": ("libx264", {"muxer": {"movflags": "faststart"}}),
+    "fragmented": ("libx264", {"muxer": {"movflags": "frag_keyframe+empty_moov"}}),
+    "avi": ("mpeg4", {"context": {"bit_rate": 10**7}}),
+    "mjpeg": ("mjpeg", {}),
+    "gif": ("gif", {}),
+    "hevc": ("libx265", {"muxer": {"movflags": "faststart"}}),
+    "flv": ("libx264", {"container": "flv"}),
 }
+
+
+@cache
+def whole_file(kind: str) -> bytes:
+    """The file of :data:`CUT`, encoded once when a test needs it."""
+    codec, options = CUT[kind]
+    return noisy(codec, **options)
 
 
 @pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("part", [0.6, 0.8, 0.97])
 def test_an_incomplete_file_is_refused_or_used_up_to_its_end(kind: str, part: float) -> None:
-    whole = CUT[kind]
+    whole = whole_file(kind)
     data = whole[: int(len(whole) * part)]
     error = refusal(data)
     assert error.reason is Reason.DAMAGED_VIDEO
@@ -71,7 +80,7 @@ def test_an_incomplete_file_is_refused_or_used_up_to_its_end(kind: str, part: fl
 @pytest.mark.parametrize("kind", ["mp4", "hevc", "mkv"])
 def test_a_tail_of_zeros_is_damage(kind: str) -> None:
     """As downloads leave files that reserve their space first."""
-    whole = CUT[kind]
+    whole = whole_file(kind)
     data = whole[: len(whole) * 3 // 4].ljust(len(whole), b"\0")
     with pytest.raises(MediaError, match="damaged_video"):
         sampled(data, [0, 10, 85])
@@ -88,7 +97,7 @@ def test_a_tail_of_zeros_is_damage(kind: str) -> None:
 
 
 def test_damage_that_no_chosen_frame_needs_is_not_read() -> None:
-    data = bytearray(CUT["mp4"])
+    data = bytearray(whole_file("mp4"))
     with av.open(BytesIO(data)) as file:
         packet = [packet for packet in file.demux() if packet.size][45]
     data[packet.pos + 20 : packet.pos + packet.size] = bytes(packet.size - 20)
@@ -192,9 +201,9 @@ def test_frames_that_change_size_are_refused() -> None:
 
 def test_a_file_with_a_part_of_its_first_frames_has_none() -> None:
     """The second frame is shown before others that are missing, so not even the first is certain to come next."""
-    with av.open(BytesIO(CUT["mp4"])) as file:
+    with av.open(BytesIO(whole_file("mp4"))) as file:
         second = [packet for packet in file.demux() if packet.size][1]
-    error = refusal(CUT["mp4"][: second.pos + 40], KEEP)
+    error = refusal(whole_file("mp4")[: second.pos + 40], KEEP)
     assert error.reason is Reason.DAMAGED_VIDEO
 
 
