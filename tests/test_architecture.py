@@ -12,23 +12,43 @@ from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_python(code: str) -> str:
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout.strip()
-
-
-BLOCK = """
+#: What only preprocessing and options need: a GPU machine that runs a server or a loader may lack it.
+OPTIONAL = (
+    *("datasets", "transformers", "tokenizers", "PIL", "torchvision", "imagecodecs", "webdataset", "requests"),
+    *("platformdirs", "prometheus_client", "starlette", "qwen_vl_utils", "indexed_gzip"),
+)
+#: One process for three tests, because importing torch takes 2 s: the loader, then the service, then everything.
+IMPORTS = """
 import importlib, pkgutil, sys
+from time import process_time
 blocked = {blocked!r}
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split('.')[0] in blocked:
             raise ImportError('blocked: ' + name)
 sys.meta_path.insert(0, Block())
+
+import numpy, pyarrow
+start = process_time()
+import torch
+theirs, imported = set(sys.modules), process_time()
+from vlmdata import StreamingLoader
+loaded = process_time()
+print(*{{name.partition('.')[0] for name in set(sys.modules) - theirs}} - sys.stdlib_module_names)
+print(loaded - imported, imported - start)
+
+optional = {optional!r}
+print(*set(optional) & set(sys.modules))
+sys.modules.update(dict.fromkeys(optional))  # None: importing it is an ImportError
+import vlmdata.cli.serve, vlmdata.service.server.server, vlmdata.service.client.open, vlmdata.service.client.filler
+for name in optional:
+    del sys.modules[name]
+
 for package in ('vlmdata', 'preprocess'):
     blocked.discard(package)
     count = 0
@@ -37,49 +57,43 @@ for package in ('vlmdata', 'preprocess'):
         importlib.import_module(module.name)
         count += 1
     print(count)
-import torch
-assert not torch.cuda.is_initialized()
+print(torch.cuda.is_initialized())
 """
 
 
-def test_the_data_plane_imports_without_a_training_stack_and_vlmdata_without_preprocess_and_leave_cuda_alone() -> None:
-    # triton comes with torch and torch imports it where it likes; nothing of ours may need it.
+@pytest.fixture(scope="module")
+def imports() -> list[str]:
+    """What a new process prints that imports the loader, the service without what is optional, and all modules.
+
+    Triton comes with torch and torch imports it where it likes; nothing of ours may need it.
+    """
     blocked = {"megatron", "transformer_engine", "fla", "model", "train", "preprocess"}
-    assert min(map(int, run_python(BLOCK.format(blocked=blocked)).split())) > 30
+    code = IMPORTS.format(blocked=blocked, optional=OPTIONAL)
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.splitlines()
 
 
-def test_the_collation_service_starts_without_what_only_preprocessing_and_options_need() -> None:
-    """A GPU machine that runs a server or a loader of one may have little more than torch and pyarrow."""
-    code = """
-import sys
-optional = ('datasets', 'transformers', 'tokenizers', 'PIL', 'torchvision', 'imagecodecs', 'webdataset', 'requests',
-            'platformdirs', 'prometheus_client', 'starlette', 'qwen_vl_utils', 'indexed_gzip')
-sys.modules.update(dict.fromkeys(optional))  # None: importing it is an ImportError
-import vlmdata.cli.serve, vlmdata.service.server.server, vlmdata.service.client.open, vlmdata.service.client.filler
-from vlmdata import StreamingLoader
-"""
-    run_python(code)
-
-
-def test_importing_the_loader_loads_torch_numpy_pyarrow_and_little_else_and_takes_less_than_torch() -> None:
+def test_importing_the_loader_loads_torch_numpy_pyarrow_and_little_else_and_takes_less_than_torch(
+    imports: list[str],
+) -> None:
     """Processor time of one process, which other work on the machine hardly changes: a sixth of torch's."""
-    code = """
-import sys
-from time import process_time
-import numpy, pyarrow
-start = process_time()
-import torch
-theirs, imported = set(sys.modules), process_time()
-from vlmdata import StreamingLoader
-loaded = process_time()
-print(*{name.partition('.')[0] for name in set(sys.modules) - theirs} - sys.stdlib_module_names)
-print(loaded - imported, imported - start)
-"""
-    names, seconds = run_python(code).splitlines()
+    names, seconds = imports[:2]
     assert "vlmdata" in names.split()
     assert set(names.split()) <= {"vlmdata", "numpy", "pyarrow", "filelock", "xxhash"}
     ours, theirs = map(float, seconds.split())
     assert ours < theirs / 2
+
+
+def test_the_collation_service_starts_without_what_only_preprocessing_and_options_need(imports: list[str]) -> None:
+    assert imports[2] == "", "imported with torch or the loader"
+
+
+def test_the_data_plane_imports_without_a_training_stack_and_vlmdata_without_preprocess_and_leave_cuda_alone(
+    imports: list[str],
+) -> None:
+    assert min(map(int, imports[3:5])) > 30
+    assert imports[5:] == ["False"]
 
 
 @cache
