@@ -1,7 +1,7 @@
 """The scripts in ``examples/`` run as they are, and find what they promise: they check it themselves.
 
-They run in the test's own process, and so do the ``vlmdata`` commands that they start: a process of each would spend
-most of its time with imports.
+They run in the test's own process, and so do the ``vlmdata`` commands that they wait for: a process of each would spend
+most of its time with imports. What needs a process of its own, the trainer and the server, is forked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import MODELS, Forked
 from vlmdata.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,13 @@ EXPECTED = {
     "transformers_packs": "their losses differ by at most",
     "rollouts": "came from the service by key, equal to the stored samples",
 }
+COMMANDS = {
+    "receipts": {"preprocess", "verify", "train.py", "convert"},
+    "blend": {"preprocess"},
+    "transformers_packs": {"preprocess"},
+    "rollouts": {"preprocess", "serve"},
+}
+VLMDATA = str(Path(sys.executable).with_name("vlmdata"))
 
 pytestmark = pytest.mark.slow
 
@@ -38,16 +46,21 @@ def test_each_example_is_run() -> None:
 
 
 @pytest.fixture
-def commands_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs ``vlmdata`` here where a script starts it, and names the commands; other programs run as they would."""
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs ``vlmdata`` here where a script waits for it, forks ``train.py`` and servers, and names the commands."""
     commands: list[str] = []
-    start = subprocess.run
+    usual_run, usual_start = subprocess.run, subprocess.Popen
 
     def run(command: Any, **options: Any) -> Any:
         words = [str(word) for word in command]
-        if words[0] != str(Path(sys.executable).with_name("vlmdata")):
-            return start(command, **options)
+        if words[0] not in (VLMDATA, sys.executable):
+            return usual_run(command, **options)
         assert options == {"check": True}
+        if words[:2] == [sys.executable, "train.py"]:
+            commands.append("train.py")
+            assert Forked(str(ROOT / "train.py"), words[1:], server=MODELS).wait() == 0
+            return subprocess.CompletedProcess(words, 0)
+        assert words[0] == VLMDATA
         commands.append(words[1])
         # One shard needs no worker processes, which would run the script that is this process's main module.
         words += ["--rows-per-shard", "256"] if words[1] == "preprocess" else []
@@ -58,7 +71,15 @@ def commands_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert not ended.value.code, words
         return subprocess.CompletedProcess(words, 0)
 
+    def start(command: Any, **options: Any) -> subprocess.Popen[Any]:
+        words = [str(word) for word in command]
+        if words[:2] != [VLMDATA, "serve"]:
+            return usual_start(command, **options)
+        commands.append("serve")
+        return Forked("vlmdata.cli.main:main", words, **options)
+
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", start)
     return commands
 
 
@@ -67,7 +88,7 @@ def test_an_example_runs(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    commands_in_this_process: list[str],
+    commands: list[str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     if name == "receipts":
@@ -77,4 +98,4 @@ def test_an_example_runs(
     monkeypatch.setattr(sys, "argv", [f"examples/{name}.py", "--out", str(tmp_path / "out"), *SCRIPTS[name]])
     runpy.run_path(f"examples/{name}.py", run_name="__main__")
     assert EXPECTED[name] in capfd.readouterr().out
-    assert "preprocess" in commands_in_this_process
+    assert set(commands) == COMMANDS[name]
