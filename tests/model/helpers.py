@@ -12,7 +12,12 @@ import torch
 
 from model.architecture import MoeArchitecture, VisionArchitecture
 from model.families import architecture_to_hf, spec_of
-from model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
+from model.families.qwen3_5.architecture import (
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    Qwen35Architecture,
+    Qwen35LanguageArchitecture,
+)
 from model.families.qwen3_5.presets import pattern
 from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
 from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
@@ -51,13 +56,13 @@ def _small_qwen3_vl(*, moe: bool = False, tied: bool = False, deepstack: tuple[i
     return Qwen3VLArchitecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END, tie_embeddings=tied)
 
 
-def _small_qwen3_5(*, moe: bool = False, tied: bool = False, mtp: int = 1, layers: int = 4) -> Qwen35Architecture:
-    """Every kind of layer."""
+def _small_qwen3_5(*, moe: bool = False, tied: bool = False, mtp: int = 1, layers: int = 2) -> Qwen35Architecture:
+    """Every kind of layer: one of each, or as in the published sizes."""
     language = Qwen35LanguageArchitecture(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=0 if moe else 96,
-        layer_types=pattern(layers),
+        layer_types=(LINEAR_ATTENTION, FULL_ATTENTION) if layers == 2 else pattern(layers),
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=32,

@@ -21,14 +21,10 @@ from tests.model.workers import meet_again
 from vlmdata import StreamingLoader
 from vlmdata.batch import PackedBatch
 
-#: Packs of a step, whoever computes them.
-GLOBAL_BATCH = 4
-
 #: The same packing in every layout: a multiple of 16 suits all of them.
 LOADING: dict[str, Any] = {
     "capacity": 448,
     "max_patches": 160,
-    "global_batch": GLOBAL_BATCH,
     "pad_multiple": 16,
     "num_workers": 0,
     "seed": 0,
@@ -47,6 +43,7 @@ class Case:
         vocab_size: Rows of the embedding table; the tokenizer's if None.
         sharded: Whether parameters are fully sharded.
         videos: Whether it trains on the dataset of videos, which stands beside the other one.
+        packs: Of a step, whoever computes them.
     """
 
     name: str
@@ -56,11 +53,12 @@ class Case:
     vocab_size: int | None = None
     sharded: bool = False
     videos: bool = False
+    packs: int = 4
 
     @property
     def loading(self) -> dict[str, Any]:
         """How its dataset is packed."""
-        return {**LOADING, "max_patches": None} if self.videos else LOADING
+        return LOADING | {"global_batch": self.packs} | ({"max_patches": None} if self.videos else {})
 
 
 def write_videos(data: Path) -> None:

@@ -25,14 +25,18 @@ _TEXT = "\n".join(("user", "assistant", "And then?", "<think>\n\n</think>\n\n", 
 
 def build_chats(source: Path | str, directory: Path, **options: Any) -> Path:
     """As :func:`build_dataset` with the recipe ``chat``, with :data:`TOKENS` tokens."""
-    tokenizer = directory.parent / "tokenizer"
-    if not tokenizer.exists():
-        _write_tokenizer(tokenizer)
-    return build_dataset(source, directory, recipe="chat", tokenizer=str(tokenizer), **options)
+    return build_dataset(source, directory, recipe="chat", tokenizer=small_tokenizer(directory.parent), **options)
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """The embedded tokenizer with its first merges and those that the text needs: it splits the text alike."""
+def small_tokenizer(beside: Path) -> str:
+    """The embedded tokenizer with its first merges and those that the text needs: it splits the text alike.
+
+    Args:
+        beside: A folder; the tokenizer's is made in it, unless it exists.
+    """
+    folder = beside / "tokenizer"
+    if folder.exists():
+        return str(folder)
     shutil.copytree(EMBEDDED_TOKENIZER, folder)
     file = folder / "tokenizer.json"
     made = json.loads(file.read_text())
@@ -48,3 +52,4 @@ def _write_tokenizer(folder: Path) -> None:
     for number, token in enumerate(made["added_tokens"], start=len(names)):
         token["id"] = number
     file.write_text(json.dumps(made))
+    return str(folder)

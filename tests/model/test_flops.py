@@ -114,7 +114,7 @@ def test_the_delta_net_by_hand() -> None:
     keys = language.linear_num_key_heads * language.linear_key_head_dim
     values = language.linear_num_value_heads * language.linear_value_head_dim
     heads, width = language.linear_num_value_heads, language.hidden_size
-    with_full = dataclasses.replace(language, layer_types=(FULL_ATTENTION,) * 4)
+    with_full = dataclasses.replace(language, layer_types=(FULL_ATTENTION,) * 2)
     difference = (
         step_flops(architecture, mtp=False).per_token
         - step_flops(dataclasses.replace(architecture, language=with_full), mtp=False).per_token
@@ -123,7 +123,7 @@ def test_the_delta_net_by_hand() -> None:
     attention = 2 * width * (3 * queries + 2 * groups)
     net = 2 * width * (2 * keys + 3 * values + 2 * heads) + 2 * 4 * (2 * keys + values)
     net += 6 * heads * language.linear_key_head_dim * language.linear_value_head_dim
-    assert difference == 3 * 3 * (net - attention)
+    assert difference == 3 * (net - attention)
 
 
 def test_frozen_parts_cost_less() -> None:

@@ -30,7 +30,7 @@ def _tiny(moe: MoeArchitecture | None) -> Qwen35Architecture:
         vocab_size=SMALL_VOCABULARY,
         hidden_size=128,
         intermediate_size=0 if moe else 384,
-        layer_types=pattern(4),
+        layer_types=(LINEAR_ATTENTION, FULL_ATTENTION),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

@@ -269,7 +269,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 
     hf_folder(tmp_path / "small", "dense")
     small = small_architecture(**KINDS["dense"])
-    types = small.language.layer_types * 12
+    types = small.language.layer_types * 24
     language = dataclasses.replace(small.language, intermediate_size=8_192, layer_types=types)
     large = dataclasses.replace(small, language=language)
     weights = weights_of(large)

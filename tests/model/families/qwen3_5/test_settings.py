@@ -25,7 +25,7 @@ from model.network.settings import ModelSettings, SettingError, vocabulary_rows
         ({"tensor_parallel": 3}, {}, "tensor_parallel 3 does not divide language.hidden_size 64"),
         ({"tensor_parallel": 0}, {}, "tensor_parallel must be at least 1, got 0"),
         ({"tensor_parallel": 2, "context_parallel": 4}, {}, r"\(8\) does not divide language.linear_num_key_heads 4"),
-        ({"pipeline_parallel": 3}, {}, "pipeline_parallel 3 does not divide the 4 layers"),
+        ({"pipeline_parallel": 3}, {}, "pipeline_parallel 3 does not divide the 2 layers"),
         ({"expert_parallel": 2}, {}, "has no experts"),
         ({"expert_parallel": 3}, {"moe": True}, "does not divide the 4 experts"),
         ({"tensor_parallel": 2}, {"moe": True}, "need sequence_parallel"),

@@ -109,7 +109,7 @@ def test_a_rank_that_cannot_write_ends_all_of_them(layout: tuple[str, ...], chat
 def rank_1_writes_little(rank: int) -> None:
     """EFBIG takes the place of ENOSPC, for one of the ranks; there is room for its batches (4 MiB)."""
     if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6_000_000, 6_000_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
 
 
 def test_a_rank_that_cannot_read_ends_all_of_them(chats: Path, tmp_path: Path) -> None:

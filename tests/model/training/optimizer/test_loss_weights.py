@@ -1,4 +1,7 @@
-"""The loss of a step is sum(weight x loss) / sum(weight) over all its targets, in every layout, with its gradients."""
+"""The loss of a step is sum(weight x loss) / sum(weight) over all its targets, with its gradients.
+
+``tests/model/parallel/test_layouts.py`` trains on targets of different weights, too: every layout gives the same.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ pytest.importorskip("megatron.core")
 from preprocess.config import ImageConfig
 from tests.loader.rows import chat_rows
 from tests.model.helpers import random_weights, relative, transformers_model
-from tests.model.layouts import Case, StepOutcome, architecture_of, batches, run_cases, train_step, whole_gradients
+from tests.model.layouts import Case, StepOutcome, architecture_of, batches, train_step, whole_gradients
+from tests.model.small_vocabulary import small_tokenizer
 from tests.model.training.plain import plain_losses
-from tests.model.workers import run_in_all
 from tests.weighted import build_weighted, with_weights
 from vlmdata.format.dataset import VlmDataset
 
 TOLERANCE = 1e-5
 MOE = {"moe": True, "mtp": 1}
-PLAIN, MTP, EXPERTS = (Case("one process", {}, {}, model) for model in ({"mtp": 0}, {"mtp": 1}, MOE))
+PLAIN, MTP, EXPERTS = (Case("one process", {}, {}, model, packs=2) for model in ({"mtp": 0}, {"mtp": 1}, MOE))
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +35,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row for row in rows if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
     ]
     folder = tmp_path_factory.mktemp("weighted")
-    return build_weighted(
-        folder, with_weights(rows), image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
-    )
+    options = {"image": ImageConfig(1024, 16384), "rows_per_shard": 12, "pad_multiple": 16}
+    return build_weighted(folder, with_weights(rows), tokenizer=small_tokenizer(folder), **options)
 
 
 @pytest.fixture(scope="module")
-def references(one_process: None, data: Path) -> dict[str, tuple[StepOutcome, dict[str, torch.Tensor]]]:
-    """One process, by model."""
-    made = {}
-    for alone in (MTP, EXPERTS):
-        outcome = train_step(alone, data)
-        made[repr(alone.model)] = (outcome, whole_gradients(alone, data, [outcome]))
-    return made
+def references(one_process: None, data: Path) -> dict[str, StepOutcome]:
+    """By model."""
+    return {repr(case.model): train_step(case, data) for case in (MTP, EXPERTS)}
 
 
 def test_loss_and_gradients_are_those_of_a_plain_computation(one_process: None, data: Path) -> None:
@@ -75,7 +73,7 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(one_process: None, 
 @pytest.mark.parametrize("case", [MTP, EXPERTS], ids=["dense", "experts"])
 def test_only_ratios_of_weights_matter(case: Case, one_process: None, data: Path, references: Any) -> None:
     """A power of two on all weights changes no bit: neither a sum below 1 nor a large one is cut off."""
-    reference, _ = references[repr(case.model)]
+    reference = references[repr(case.model)]
     for factor in (2.0**-24, 2.0**24):
         outcome = train_step(case, data, weight=factor)
         assert outcome.loss == reference.loss
@@ -87,7 +85,8 @@ def test_only_ratios_of_weights_matter(case: Case, one_process: None, data: Path
 def test_weights_of_1_change_no_bit(one_process: None, data: Path, tmp_path: Path) -> None:
     """Megatron-core's own division by the number of targets gives the same gradients to the last bit."""
     rows = [row for number, row in enumerate(chat_rows(40)) if number % 4 == 2]
-    plain = build_weighted(tmp_path, rows, image=ImageConfig(1024, 16384), pad_multiple=16)
+    options = {"image": ImageConfig(1024, 16384), "pad_multiple": 16}
+    plain = build_weighted(tmp_path, rows, tokenizer=small_tokenizer(tmp_path), **options)
     for case in (MTP, EXPERTS):
         ours, theirs = train_step(case, plain), train_step(case, plain, by_count=True)
         assert ours.loss == theirs.loss
@@ -99,31 +98,3 @@ def test_weights_of_1_change_no_bit(one_process: None, data: Path, tmp_path: Pat
 def test_without_any_weight_gradients_are_zero(one_process: None, data: Path) -> None:
     outcome = train_step(MTP, data, weight=0.0)
     assert not any(gradient.any() for gradient in outcome.gradients.values())  # and none is not a number
-
-
-LAYOUTS = [
-    Case("context 2, data 2", {"context": 2}, {}, {"mtp": 1}),
-    Case("pipeline 2, data 2", {"pipeline": 2}, {}, {"mtp": 1}),
-    Case("context 2 x pipeline 2", {"context": 2, "pipeline": 2}, {}, {"mtp": 1}),
-    Case("experts 2 x context 2", {"expert": 2, "context": 2}, {}, MOE),
-    Case("experts 2 x pipeline 2, recomputed", {"expert": 2, "pipeline": 2}, {"recompute": "full"}, MOE),
-]
-
-
-@pytest.fixture(scope="module")
-def by_rank(data: Path) -> list[list[StepOutcome]]:
-    """Outcomes of all layouts, by rank: they share four processes, whose start is what costs."""
-    return run_in_all(run_cases, LAYOUTS, data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
-def test_layout_equals_one_process(case: Case, data: Path, references: Any, by_rank: list[list[StepOutcome]]) -> None:
-    reference, wanted = references[repr(case.model)]
-    outcomes = [made[LAYOUTS.index(case)] for made in by_rank]
-    for outcome in outcomes:
-        assert outcome.loss == pytest.approx(reference.loss, rel=TOLERANCE)
-        assert outcome.metrics == pytest.approx(reference.metrics, rel=TOLERANCE)
-    found = whole_gradients(case, data, outcomes)
-    for name, gradient in wanted.items():
-        assert relative(found[name][: len(gradient)], gradient) < 3 * TOLERANCE, name

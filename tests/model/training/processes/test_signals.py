@@ -212,7 +212,7 @@ def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
     assert len(list(checkpoint.glob("*.distcp"))) == model.weights.store.WRITERS
     tensors = dist_checkpointing.load_plain_tensors(str(checkpoint)).values()
     assert all(each.isfinite().all() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point())
-    assert sum(isinstance(each, torch.Tensor) for each in tensors) > 300, "weights and two moments of each"
+    assert sum(isinstance(each, torch.Tensor) for each in tensors) > 200, "weights and two moments of each"
 
 
 def rank_1_has_most_memory(rank: int) -> None:

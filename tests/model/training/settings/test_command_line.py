@@ -115,7 +115,7 @@ class TestWhatIsWrongIsToldAtOnce:
         ("options", "message"),
         [
             (("--tp", "8"), "parallel.tp 8 does not divide vision.num_heads 4"),
-            (("--pp", "8"), "parallel.pp 8 does not divide the 4 layers into equal stages"),
+            (("--pp", "8"), "parallel.pp 8 does not divide the 2 layers into equal stages"),
             (("--cp", "3"), "world size 8 is not a multiple of tensor 1 x context 3 x pipeline 1 = 3"),
             (("--global-batch", "12"), "data.global_batch 12 is not a multiple of the 8 data-parallel ranks"),
         ],
