@@ -42,8 +42,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# By default Ray's workers give way to all other processes: those of other tests.
+# By default Ray's workers give way to all other processes: those of other tests. Each imports what it needs, 4 s of CPU
+# time, so none is started before a task needs it, and none ends because it has nothing to do for a second.
 os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_enable_worker_prestart", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -4,56 +4,30 @@ from __future__ import annotations
 
 import pickle
 import sys
-import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import Conversation
 from preprocess.engines.base import Engine, ShardWork, load_engine, make_shard, make_shards
 from preprocess.engines.local import Local
 from preprocess.registries import ENGINES as BUILT_IN
-from preprocess.row import Row
-from preprocess.run.dataset import Watcher, preprocess_dataset
+from preprocess.run.dataset import preprocess_dataset
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import ShardJob, ShardRecord
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
+from tests.preprocess.engines.every_engine import CONFIG, EveryEngine, work_of
 from tests.preprocess.extend_pages import write_example
 from vlmdata.errors import SourceError
-from vlmdata.storage import open_store
 
 pytestmark = pytest.mark.slow
 
-CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=6)
-#: The engine of docs/extend/engine.md stands here as if it were registered.
-ENGINES = [*BUILT_IN, "threads"]
-
-
-class Refusing:
-    """A recipe that cannot start."""
-
-    def __init__(self) -> None:
-        raise SourceError("the word list is not installed")
-
-    def __call__(self, row: Row) -> Conversation:
-        raise NotImplementedError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_ends() -> Iterator[None]:
-    """The Ray that the engine starts serves all tests here, and ends with them."""
-    yield
-    ray.shutdown()
+#: Ray is in test_ray.py. The engine of docs/extend/engine.md stands here as if it were registered.
+ENGINES = [*(name for name in BUILT_IN if name != "ray"), "threads"]
 
 
 @pytest.fixture
@@ -68,59 +42,9 @@ def engine(
     sys.modules.pop(name, None)
 
 
-@pytest.fixture(scope="module")
-def reference(cord_parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The dataset made in this process."""
-    out = tmp_path_factory.mktemp("reference") / "out"
-    preprocess_dataset(open_source(str(cord_parquet)), out, CONFIG)
-    return tree_bytes(out)
-
-
-def work_of(source: Path, directory: Path) -> ShardWork:
-    (directory / ".progress").mkdir(parents=True)
-    return ShardWork(
-        open_source(str(source)), CONFIG, open_store(directory), load_tokenizer(CONFIG.tokenizer, None).info
-    )
-
-
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
-class TestEveryEngine:
-    @pytest.mark.parametrize("workers", [1, 3])
-    def test_makes_the_same_bytes(
-        self, engine: Engine, cord_parquet: Path, tmp_path: Path, reference: dict[str, bytes], workers: int
-    ) -> None:
-        counts: list[Counters] = []
-        watcher = Watcher(started=lambda rows, shards, kept, counters: counts.append(counters))
-        source = open_source(str(cord_parquet))
-        preprocess_dataset(source, tmp_path, CONFIG, workers=workers, engine=engine, watcher=watcher)
-        assert tree_bytes(tmp_path) == reference
-        assert counts[0].table()[:, :2].tolist() == [[6, 6]] * 6 + [[4, 4]]
-
-    def test_makes_again_what_a_dataset_lost(
-        self, engine: Engine, cord_parquet: Path, tmp_path: Path, reference: dict[str, bytes]
-    ) -> None:
-        source = open_source(str(cord_parquet))
-        preprocess_dataset(source, tmp_path, CONFIG)
-        for number in (0, 3, 5):
-            (tmp_path / f"shard-{number:06}.tar").unlink()
-        assert preprocess_dataset(source, tmp_path, CONFIG, workers=2, engine=engine).made == 3
-        assert tree_bytes(tmp_path) == reference
-
-    def test_passes_errors_on(self, engine: Engine, cord_parquet: Path, tmp_path: Path) -> None:
-        config = PreprocessConfig(recipe=f"{__name__}:Refusing", rows_per_shard=6)
-        with pytest.raises(SourceError, match="the word list is not installed"):
-            preprocess_dataset(open_source(str(cord_parquet)), tmp_path, config, workers=2, engine=engine)
-
-    def test_leaves_no_worker_when_it_is_closed(self, engine: Engine, cord_parquet: Path, tmp_path: Path) -> None:
-        work, jobs = work_of(cord_parquet, tmp_path), [ShardJob(n, n, n + 1) for n in range(40)]
-        engine.default_workers(CONFIG)  # connects an engine that has a connection, which outlasts its runs
-        before = threading.active_count()
-        with closing(engine.run(work, jobs, 2, Counters(40))) as made:
-            next(made)
-        written = len(list(tmp_path.glob("shard-*.tar")))
-        time.sleep(0.2)
-        assert len(list(tmp_path.glob("shard-*.tar"))) == written < 40
-        assert threading.active_count() <= before
+class TestEveryEngine(EveryEngine):
+    """All that run without a cluster."""
 
 
 class Halting(Engine):

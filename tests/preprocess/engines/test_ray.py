@@ -1,4 +1,7 @@
-"""The Ray engine on two nodes: whatever dies, the bytes are those of a quiet run on one machine."""
+"""The Ray engine, with a single cluster for all tests: each worker that Ray starts costs 4 s of CPU time.
+
+Whatever dies, the bytes are those of a quiet run on one machine.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.engines import ray as engine
-from preprocess.engines.base import ShardWork, load_engine
+from preprocess.engines.base import Engine, load_engine
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import fingerprints
@@ -31,6 +33,7 @@ from preprocess.shards.job import ShardJob
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, environment, finished_shards, start, wait_until
+from tests.preprocess.engines.every_engine import EveryEngine, work_of
 from vlmdata.errors import ResourceError, SourceError
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
@@ -62,13 +65,21 @@ class Slow(CordV2):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two raylets with a CPU each."""
+    """Two raylets with a CPU each, of which the first test kills one."""
     node = {"num_cpus": 1, "object_store_memory": SMALL_STORE}
-    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    made = Cluster(initialize_head=True, head_node_args=node | unused)
     made.add_node(**node)
     yield made
     ray.shutdown()
     made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def connected(cluster: Cluster) -> Cluster:
+    """The cluster, with this process as a driver. Its workers serve all tests that do not end them."""
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    return cluster
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +96,9 @@ def recipe_of(source: Path) -> str:
     return f"{source.parents[1] / 'slow_receipts.py'}:Slow"
 
 
-def begin(source: Path, out: Path, cluster: Cluster) -> subprocess.Popen[str]:
+def begin(source: Path, out: Path, cluster: Cluster, workers: int) -> subprocess.Popen[str]:
     options = ("--rows-per-shard", ROWS_PER_SHARD, "--max-reject-rate", 1, "--recipe", recipe_of(source))
-    where = ("--engine", "ray", "--ray-address", cluster.address, "-j", 2)
+    where = ("--engine", "ray", "--ray-address", cluster.address, "-j", workers)
     # Relative to a folder that workers do not start in, and from which the recipe could not be imported.
     place, folder = out.name, out.parent
     return start("preprocess", source, "--out", place, *options, *SMALL_IMAGES, *where, env=environment(), cwd=folder)
@@ -133,7 +144,7 @@ def test_workers_a_raylet_and_drivers_may_die(
 ) -> None:
     out = tmp_path / "made-by-two-nodes"
 
-    process = begin(source, out, cluster)
+    process = begin(source, out, cluster, 1)
     until_made(process, out, 2)
     assert wait_until(lambda: tasks_of(out), PATIENCE, LOOK)  # named after their shards
     for _ in range(2):  # the second one comes while the tasks are still at work, and not when Ray ends at the exit
@@ -147,18 +158,17 @@ def test_workers_a_raylet_and_drivers_may_die(
     assert wait_until(lambda: not tasks_of(out), PATIENCE, LOOK)
     assert not list(out.glob("**/*.tmp"))
 
-    process = begin(source, out, cluster)
+    process = begin(source, out, cluster, 1)
     until_made(process, out, finished_shards(out) + 3)
     process.kill()
     process.communicate()
     assert wait_until(lambda: not tasks_of(out), PATIENCE, LOOK), "tasks outlive their driver"
 
-    process = begin(source, out, cluster)
+    process = begin(source, out, cluster, 2)
     until_made(process, out, finished_shards(out) + 1)
     assert wait_until(lambda: kill_a_task(out), PATIENCE, LOOK)
     until_made(process, out, finished_shards(out) + 1)
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
-    cluster.add_node(num_cpus=1, object_store_memory=SMALL_STORE)
     (source.parents[1] / "released").touch()
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
@@ -171,10 +181,17 @@ def test_workers_a_raylet_and_drivers_may_die(
     assert verify_dataset(out).faults == []
 
 
+class TestEveryEngine(EveryEngine):
+    """The tests of every engine, with this one."""
+
+    @pytest.fixture
+    def engine(self, connected: Cluster) -> Engine:
+        return load_engine("ray")
+
+
 def test_a_target_that_fills_up_ends_the_run_clearly_and_resumably(
-    cluster: Cluster, source: Path, small_disk: Callable[..., Path]
+    connected: Cluster, source: Path, small_disk: Callable[..., Path]
 ) -> None:
-    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     out = small_disk(800) / "out"
     opened = open_source(str(source))
     with pytest.raises(ResourceError, match=r"shard \d+ \(rows .*failed: No space left.*Finished shards are kept"):
@@ -187,12 +204,10 @@ def test_a_target_that_fills_up_ends_the_run_clearly_and_resumably(
 
 
 def test_a_target_that_became_read_only_ends_the_run_clearly(
-    cluster: Cluster, source: Path, small_disk: Callable[..., Path]
+    connected: Cluster, source: Path, small_disk: Callable[..., Path]
 ) -> None:
-    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     disk = small_disk(800)
-    (disk / "out" / ".progress").mkdir(parents=True)
-    work = work_of(source, disk / "out")
+    work = work_of(source, disk / "out", CONFIG)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     jobs = [ShardJob(0, 0, 2), ShardJob(1, 2, 4)]
     with pytest.raises(ResourceError, match=r"shard \d \(rows .*failed: Read-only file system.*fix permissions"):
@@ -201,15 +216,13 @@ def test_a_target_that_became_read_only_ends_the_run_clearly(
 
 
 def test_a_run_that_is_left_ends_its_tasks_and_keeps_the_connection(
-    cluster: Cluster, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connected: Cluster, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     monkeypatch.chdir(tmp_path)
     out = Path("left-early")
-    (out / ".progress").mkdir(parents=True)
     (tmp_path / "slower.py").write_text(f"RELEASED = {str(tmp_path / 'never')!r}\n{_RECIPE.replace('0.15', '1')}")
     config = dataclasses.replace(CONFIG, recipe=f"{tmp_path}/slower.py:Slow")
-    work = dataclasses.replace(work_of(source, out), config=config)
+    work = dataclasses.replace(work_of(source, out, CONFIG), config=config)
     jobs = [ShardJob(0, 0, 2), *(ShardJob(n, 2 * n, 2 * n + 40) for n in range(1, 4))]  # 40 s each, but for the first
     with closing(load_engine("ray").run(work, jobs, 2, Counters(4))) as records:
         assert next(records).info.name == "shard-000000.tar"
@@ -257,12 +270,11 @@ def test_an_interrupt_while_ray_shuts_down_at_the_exit_shows_no_traceback() -> N
 
 
 def test_a_shard_that_kills_its_workers_ends_the_run(
-    cluster: Cluster, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connected: Cluster, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     monkeypatch.setattr(engine, "_MAX_DEATHS", 2)
     monkeypatch.setattr(engine, "_make_in_task", _die)
-    work = work_of(source, tmp_path)
+    work = work_of(source, tmp_path, CONFIG)
     with pytest.raises(ResourceError, match=r"2 workers were lost in succession over shard 3 \(rows 0 to 1\)"):
         list(load_engine("ray").run(work, [ShardJob(3, 0, 2)], 2, Counters(4)))
 
@@ -271,12 +283,8 @@ def _die(*_: Any) -> None:
     os._exit(1)
 
 
-def work_of(source: Path, out: Path) -> ShardWork:
-    return ShardWork(open_source(str(source)), CONFIG, open_store(out), load_tokenizer(CONFIG.tokenizer, None).info)
-
-
 def test_a_node_with_other_versions_is_refused(source: Path, tmp_path: Path) -> None:
-    work = work_of(source, tmp_path)
+    work = work_of(source, tmp_path, CONFIG)
     there = fingerprints(CONFIG, work.tokenizer)
     engine._require_equal_versions(engine._TaskInput("key", work, there, None, "/"), "10.0.0.7")
     there["libraries"] = {**there["libraries"], "pillow": "1.0"}

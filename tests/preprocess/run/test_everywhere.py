@@ -1,6 +1,7 @@
 """One dataset, made by every engine and in parts, from disk and from S3, to disk and to S3: the same bytes.
 
-Each pair of source, target and engine occurs; the runs with all three combinations would take twice as long.
+Each pair of source, target and engine occurs, but for Ray and a disk, which the tests of Ray have; the runs with all
+three combinations would take three times as long.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ ROWS, PARTS = 40, 3
 WAYS = (
     ("disk", "disk", "local"),
     ("disk", "s3", "parts"),
-    ("disk", "s3", "ray"),
-    ("s3", "disk", "ray"),
     ("s3", "disk", "parts"),
     ("s3", "s3", "local"),
+    ("s3", "s3", "ray"),
 )
 CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=6)
 
@@ -57,7 +57,8 @@ def make_in_parts(spec: str, place: str) -> None:
 
 
 def make_with(engine: str, spec: str, place: str) -> None:
-    preprocess_dataset(open_source(spec), place, CONFIG, workers=2, engine=load_engine(engine))
+    workers = {"local": 2, "ray": 1}  # a worker of Ray costs 4 s
+    preprocess_dataset(open_source(spec), place, CONFIG, workers=workers[engine], engine=load_engine(engine))
 
 
 def files_of(place: str, bucket: ObjectStore) -> dict[str, bytes]:

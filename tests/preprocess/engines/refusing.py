@@ -1,0 +1,17 @@
+"""A recipe, alone in its module: workers import what is here."""
+
+from __future__ import annotations
+
+from preprocess.conversation import Conversation
+from preprocess.row import Row
+from vlmdata.errors import SourceError
+
+
+class Refusing:
+    """A recipe that cannot start."""
+
+    def __init__(self) -> None:
+        raise SourceError("the word list is not installed")
+
+    def __call__(self, row: Row) -> Conversation:
+        raise NotImplementedError
