@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vlmdata.errors import UsageError
-from vlmdata.integrations.check.compare import FORWARD, Difference, Forced, Spot, Tolerance
+from vlmdata.integrations.check.compare import FORWARD, Difference, Forced, Tolerance
 from vlmdata.integrations.check.diagnose import (
     Diagnosis,
     Leak,
@@ -18,6 +18,7 @@ from vlmdata.integrations.check.diagnose import (
     findings_of,
     probed_places,
 )
+from vlmdata.integrations.check.expected import Spot
 from vlmdata.integrations.check.kernels import one_configuration, without_kernels
 from vlmdata.integrations.check.outcomes import (
     Whole,
@@ -200,7 +201,7 @@ class _Check:
     def _shares_of(self, pack: SampleBatch) -> list[float]:
         return [self.shares[number] for number in pack.samples]
 
-    def _compared(self, bench: Bench, pack: SampleBatch) -> _Compared:
+    def _compared(self, bench: Bench, pack: SampleBatch, again: bool = True) -> _Compared:
         """Computes a pack with right inputs for each module; if some are wrong, again, to see how far samples reach."""
         alone = self._in_order(pack)
         probed = self._always_probed(bench)
@@ -211,7 +212,7 @@ class _Check:
             forced.finish(outcome, [each.outcome for each in alone])
             compared = _Compared(Scene(pack, forced.places, forced.influences), forced.differences, outcome)
             more = probed_places(self._wrong(compared), forced.places)
-            if more <= probed:
+            if more <= probed or not again:
                 return compared
             probed |= more
 
@@ -275,7 +276,7 @@ class _Check:
         fresh = Bench(self.build(), self.device, self.dtype)
         fresh.model.load_state_dict(self.bench.model.state_dict(), strict=False)
         try:
-            return not self._findings(fresh, self._compared(fresh, pack))
+            return not self._findings(fresh, self._compared(fresh, pack, again=False))
         except ForwardError:
             return False
 

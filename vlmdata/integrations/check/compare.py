@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from vlmdata.families.chat import IMAGE, VIDEO
+from vlmdata.integrations.check.expected import Calls, Replaced, Spot, expected_of, stitched
 from vlmdata.integrations.check.own import Computed
-from vlmdata.integrations.check.packs import UNITS_OF, SampleBatch
+from vlmdata.integrations.check.packs import SampleBatch
 from vlmdata.integrations.check.probe import Influence, probe
 from vlmdata.integrations.check.record import (
     RecordedCall,
@@ -29,42 +29,10 @@ from vlmdata.integrations.check.record import (
     tensors_of,
 )
 
-type Calls = Mapping[str, list[RecordedCall]]
-
 #: Rows are compared relative to their own size, or to this share of the median row's where they are smaller.
 _LEAST_SHARE = 0.1
 #: The place of what the forward pass returns.
 FORWARD = "forward"
-
-
-@dataclass(frozen=True)
-class Spot:
-    """A tensor of the computation: what a module got, or what it gave.
-
-    Attributes:
-        place: Name of the module or function.
-        given: Whether it is an input.
-        path: Which of its tensors.
-    """
-
-    place: str
-    given: bool
-    path: str
-
-
-@dataclass(frozen=True, eq=False)
-class Expected:
-    """A tensor of a pack, stitched from those of its samples alone.
-
-    Attributes:
-        value: The tensor; rows of padding are 0.
-        axis: Its axis of rows.
-        unit: What a row is: ``token``, ``target``, or a unit of images or of videos.
-    """
-
-    value: torch.Tensor
-    axis: int
-    unit: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +88,8 @@ class Forced:
         self._callers: list[str] = []
         self._heard: Counter[str] = Counter()
         self._passive = False
+        self._replaced = Replaced()
+        self._masks: dict[tuple[str, torch.device, int], torch.Tensor] = {}
 
     def call(self, place: Site, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compares and replaces inputs and outputs of a call."""
@@ -180,21 +150,47 @@ class Forced:
     def _compare(
         self, spot: Spot, tensor: torch.Tensor, calls: Sequence[list[RecordedCall]], turn: int = 0
     ) -> torch.Tensor:
-        expected = stitched(tensor, spot, calls, self.data, turn)
+        expected = expected_of(tensor, spot, calls, self.data, turn)
         if expected is None:
             return tensor
-        found, wanted = tensor.detach().movedim(expected.axis, 0), expected.value.movedim(expected.axis, 0)
+        if self._replaced.has(tensor, expected):
+            if is_compared(spot, tensor) and spot not in self.differences:
+                self.differences[spot] = self._none(spot, expected.unit)
+            return tensor
+        value = stitched(tensor, expected, self.data)
         if is_compared(spot, tensor):
+            found, wanted = tensor.detach().movedim(expected.axis, 0), value.movedim(expected.axis, 0)
             difference = self._difference(spot, found, wanted, expected.unit)
             if spot not in self.differences or difference.error > self.differences[spot].error:
                 self.differences[spot] = difference
-        mask = _real_rows(self.data, expected.unit, tensor.device)
+        mask = self._real_rows(expected.unit, tensor.device)
         shape = [-1 if axis == expected.axis else 1 for axis in range(tensor.ndim)]
-        return torch.where(mask.view(shape), expected.value.to(tensor.dtype), tensor)
+        right = torch.where(mask.view(shape), value.to(tensor.dtype), tensor)
+        if value.dtype == tensor.dtype:
+            self._replaced.add(right, expected)
+        return right
+
+    def _none(self, spot: Spot, unit: str) -> Difference:
+        rows = torch.zeros(self.data.totals[unit])
+        return Difference(spot, self._caller(), len(self.differences), 0.0, 0, 0, unit, rows)
+
+    def _caller(self) -> str:
+        return self._callers[-1] if self._callers else ""
+
+    def _real_rows(self, unit: str, device: torch.device, ends: int = 0) -> torch.Tensor:
+        """Returns bool (rows,), False on padding and on the last ``ends`` rows of each sample."""
+        key = (unit, device, ends)
+        if key not in self._masks:
+            mask = torch.zeros(self.data.totals[unit], dtype=torch.bool)
+            for each in self.data.rows:
+                begin, end = each.spans[unit]
+                mask[begin : max(begin, end - ends)] = True
+            self._masks[key] = mask.to(device)
+        return self._masks[key]
 
     def _difference(self, spot: Spot, found: torch.Tensor, wanted: torch.Tensor, unit: str) -> Difference:
         ends = self._ends if "mtp" in spot.place and unit == "token" else 0
-        mask = _real_rows(self.data, unit, found.device, ends)
+        mask = self._real_rows(unit, found.device, ends)
         rows = row_errors(found, wanted, mask, whole=spot.place == FORWARD)
         worst = int(rows.argmax()) if len(rows) else 0
         spans = [each.spans[unit] for each in self.data.rows]
@@ -205,10 +201,9 @@ class Forced:
             source = self._source(found[worst], wanted, spans, sample)
         elif error:
             values = f"{_numbers(found[worst])}, alone {_numbers(wanted[worst])}"
-        caller = self._callers[-1] if self._callers else ""
         order = self.differences[spot].order if spot in self.differences else len(self.differences)
         return Difference(
-            spot, caller, order, error, sample, worst - spans[sample][0], unit, rows.cpu(), source, values
+            spot, self._caller(), order, error, sample, worst - spans[sample][0], unit, rows.cpu(), source, values
         )
 
     def _source(self, row: torch.Tensor, wanted: torch.Tensor, spans: Sequence[tuple[int, int]], sample: int) -> str:
@@ -240,83 +235,16 @@ def is_compared(spot: Spot, tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or (spot.given and not any(part in spot.place for part in ("mlp", "experts")))
 
 
-def stitched(
-    tensor: torch.Tensor, spot: Spot, calls: Sequence[list[RecordedCall]], data: SampleBatch, turn: int = 0
-) -> Expected | None:
-    """Stitches what a tensor of a pack should be from those of its samples alone.
-
-    The vision encoder may be called twice, for images and for videos: then the number of rows tells which.
-
-    Args:
-        tensor: The tensor.
-        spot: What it is.
-        calls: Of each sample.
-        data: The pack.
-        turn: How often the place was called before. It decides if a pack has as many rows of images as of videos.
-
-    Returns:
-        None if a sample does not have it, or has it in another shape.
-    """
-    there = [[(call.inputs if spot.given else call.outputs).get(spot.path) for call in each] for each in calls]
-    for unit in sorted(data.totals, key=lambda unit: turn > 0 and unit in UNITS_OF[IMAGE]):
-        for axis in range(tensor.ndim):
-            if tensor.shape[axis] != data.totals[unit]:
-                continue
-            parts = _parts_of(tensor, there, data, unit, axis)
-            if parts is not None:
-                return Expected(_joined(tensor, parts, data, unit, axis), axis, unit)
-    return None
-
-
 def _axes(
     tensors: Tensors, given: bool, place: Site, calls: Sequence[list[RecordedCall]], data: SampleBatch, turn: int
 ) -> dict[str, tuple[int, str]]:
     """The axis of tokens or patches of each tensor that has one, by path, and which of them it is."""
     found = {}
     for path, tensor in tensors.items():
-        expected = stitched(tensor, Spot(place.name, given, path), calls, data, turn)
+        expected = expected_of(tensor, Spot(place.name, given, path), calls, data, turn)
         if expected is not None and expected.unit in ("token", "patch", "video patch") and tensor.is_floating_point():
             found[path] = (expected.axis, expected.unit)
     return found
-
-
-def _parts_of(
-    tensor: torch.Tensor, there: Sequence[Sequence[torch.Tensor | None]], data: SampleBatch, unit: str, axis: int
-) -> list[torch.Tensor | None] | None:
-    """Returns the part of each sample, None for one without rows of the unit; None if a sample has none that fits."""
-    twice = any(unit in units for units in UNITS_OF.values())
-    parts: list[torch.Tensor | None] = []
-    for each, rows in zip(there, data.rows, strict=True):
-        if len(each) > 1 and not twice:
-            return None
-        shape = list(tensor.shape)
-        shape[axis] = rows.count(unit)
-        fitting = [part for part in each if part is not None and list(part.shape) == shape]
-        if not fitting and (rows.count(unit) or (each and not twice)):
-            return None
-        parts.append(fitting[-1 if unit in UNITS_OF[VIDEO] else 0] if fitting and rows.count(unit) else None)
-    return parts if any(part is not None for part in parts) else None
-
-
-def _joined(
-    tensor: torch.Tensor, parts: Sequence[torch.Tensor | None], data: SampleBatch, unit: str, axis: int
-) -> torch.Tensor:
-    present = next(part for part in parts if part is not None)
-    whole = torch.zeros_like(tensor, dtype=present.dtype)
-    for part, rows in zip(parts, data.rows, strict=True):
-        if part is not None:
-            begin, end = rows.spans[unit]
-            whole.narrow(axis, begin, end - begin).copy_(part)
-    return whole
-
-
-def _real_rows(data: SampleBatch, unit: str, device: torch.device, ends: int = 0) -> torch.Tensor:
-    """Returns bool (rows,), False on padding and on the last ``ends`` rows of each sample."""
-    mask = torch.zeros(data.totals[unit], dtype=torch.bool)
-    for each in data.rows:
-        begin, end = each.spans[unit]
-        mask[begin : max(begin, end - ends)] = True
-    return mask.to(device)
 
 
 def row_errors(found: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor, whole: bool = False) -> torch.Tensor:

@@ -8,7 +8,8 @@ from enum import StrEnum
 
 import torch
 
-from vlmdata.integrations.check.compare import FORWARD, Difference, Spot, Tolerance
+from vlmdata.integrations.check.compare import FORWARD, Difference, Tolerance
+from vlmdata.integrations.check.expected import Spot
 from vlmdata.integrations.check.packs import UNITS_OF, SampleBatch
 from vlmdata.integrations.check.probe import Influence
 from vlmdata.integrations.check.record import CONVOLUTION, Site, is_linear_attention, mixes_tokens

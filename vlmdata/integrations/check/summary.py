@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlmdata.integrations.check.compare import FORWARD, Difference, Spot, Tolerance
+from vlmdata.integrations.check.compare import FORWARD, Difference, Tolerance
 from vlmdata.integrations.check.diagnose import Leak, Scene, kind_of
+from vlmdata.integrations.check.expected import Spot
 from vlmdata.integrations.check.outcomes import Whole
 
 #: The parts of a report, in its order. Modules of kind ``other`` are norms, projections, experts.
