@@ -313,6 +313,11 @@ class _Nursery:
         return self._pid
 
 
+def fork_server_of_workers() -> None:
+    """Has the first server of workers that this process starts be forked from it, with what it has imported."""
+    _Nursery().install()
+
+
 def _wait_and_serve(pipe: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of the server
     with pipe, pipe.makefile("rb", buffering=0) as file:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 import vlmdata.integrations.steps
 import vlmdata.integrations.transformers
+from tests.forked import fork_server_of_workers
 from tests.integrations.tiny_models import tiny_model
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.integrations.supported import conditional_model
@@ -189,6 +190,7 @@ def fork_rank(rank: int | None, data: str, folder: Path, frameworks: list[str]) 
             frameworks = [name for name in frameworks if FRAMEWORKS[name].alone]
         else:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        fork_server_of_workers()
         run_rank(rank, data, folder, frameworks)
         code = 0
     except BaseException:

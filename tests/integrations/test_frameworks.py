@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked import MODELS, Forked
 from tests.integrations.framework_run import FRAMEWORKS, SETTINGS, STOP, TOTAL, make_model, summary
 from tests.integrations.saved_models import save_model
 from tests.integrations.tiny_models import losses_of_sample
@@ -59,6 +60,14 @@ def chosen(framework: str) -> bool:
     return framework in os.environ.get("ADAPTERS", ",".join(FRAMEWORKS)).split(",")
 
 
+def begin(arguments: list[str], **options: Any) -> subprocess.Popen[str]:
+    """Starts the ranks: forked from a process with torch and transformers, unless a trainer's environment is tested."""
+    name = "tests.integrations.framework_run"
+    if "ADAPTERS" in os.environ:
+        return subprocess.Popen([sys.executable, "-m", name, *arguments], text=True, start_new_session=True, **options)
+    return Forked(f"{name}:main", [name, *arguments], server=MODELS, nurseries=0, start_new_session=True, **options)
+
+
 @pytest.fixture(scope="module")
 def results(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each process did under each framework. Imports take most of the time, so all run in the same processes."""
@@ -74,11 +83,8 @@ def results(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` sets it
     }
-    command = [sys.executable, "-m", "tests.integrations.framework_run", str(data), str(folder), *frameworks]
-    with (
-        open(folder / "log", "wb") as log,
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True) as started,
-    ):
+    with open(folder / "log", "wb") as log:
+        started = begin([str(data), str(folder), *frameworks], cwd=ROOT, env=environment, stdout=log, stderr=log)
         try:
             started.wait(timeout=float(os.environ.get("ADAPTERS_SECONDS", 550)))
         finally:
