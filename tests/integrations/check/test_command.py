@@ -12,6 +12,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from tests.integrations.check.test_faults import parts_of
 from tests.integrations.tiny_models import MODELS, family_of, tiny_model
 from tests.loader.synthetic import write_dataset
 from vlmdata.cli.check_model import check_model
@@ -22,6 +23,7 @@ from vlmdata.integrations.check.reduced import reduced
 
 OWN = """
 import torch
+from tests.integrations.check.test_faults import parts_of
 from tests.integrations.tiny_models import tiny_model
 from vlmdata.integrations.transformers import packed_inputs, packed, token_losses
 
@@ -89,16 +91,19 @@ def test_a_small_model_of_a_folder_has_no_faults(
     assert (report["weights"], report["dtype"], report["device"]) == ("random", "float32", "cpu")
     assert len(report["samples"]) == 4
     assert all(each["equal"] for each in report["compared"])
+    assert {each["part"] for each in report["compared"]} >= parts_of(model_type)
+    assert all(each["error"] < each["tolerance"] / 3 for each in report["compared"]), report["compared"]
 
 
 def test_a_checkpoint_in_bfloat16(
     tmp_path: Path, random_data: Callable[[str], Path], run: Callable[..., Result]
 ) -> None:
-    tiny_model("qwen3_5").save_pretrained(tmp_path)
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    tiny_model("qwen3_5", **layers).save_pretrained(tmp_path)
     done = run(tmp_path, "--data", random_data("qwen3_5"), "--full", "--dtype", "bfloat16", "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
-    assert (report["weights"], report["layers"]) == ("checkpoint", 4)
+    assert (report["weights"], report["layers"]) == ("checkpoint", 2)
     assert max(each["tolerance"] for each in report["compared"]) > 0.01
 
 

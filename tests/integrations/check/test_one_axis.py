@@ -37,15 +37,29 @@ def data(random_data: Callable[[str], Path]) -> Data:
 
 def checked(variant: str, fault: Callable[[Any], faults.Forward], data: Data, **options: Any) -> Result:
     def build() -> Checked:
-        model = tiny_model(variant)
+        model = tiny_model(variant, **_few_layers(variant))
         return Checked(model, fault(model))
 
     return check(build, data(variant), **options)
 
 
-@pytest.mark.parametrize("variant", ["gemma4-dense", "gemma4-small", "gemma4-experts", "internvl-qwen3"])
-def test_a_healthy_model_has_no_faults(variant: str, data: Data) -> None:
-    result = checked(variant, faults.healthy, data)
+def _few_layers(variant: str) -> dict[str, Any]:
+    """One or two decoder layers of each kind."""
+    if variant.startswith("internvl"):
+        return {"num_hidden_layers": 2}
+    shared = variant == "gemma4-small"  # the second layer of each kind has the keys of the first
+    kinds = ["sliding_attention", "full_attention"] * (1 + shared)
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds), "num_kv_shared_layers": 2 * shared}
+
+
+@pytest.mark.parametrize("variant", ["gemma4-small", "internvl-qwen3"])
+def test_a_healthy_forward_has_no_faults(variant: str, data: Data) -> None:
+    """One of the user's own; below is that of vlmdata, for all models."""
+    assert_equal(checked(variant, faults.healthy, data))
+
+
+def assert_equal(result: Result) -> None:
+    """No faults, and much that was compared."""
     assert not result.findings, result.findings
     found = {each.part: each.places for each in result.comparisons}
     assert found.keys() >= {"tokens", "images", "positions", "attention", "loss", "gradients"}
@@ -104,7 +118,6 @@ def pixels_of_another_image(model: Any) -> faults.Forward:
     ("fault", "variant", "kind", "crosses"),
     [
         (faults.attention_over_the_pack, "gemma4-dense", Leak.ATTENTION, True),
-        (faults.attention_over_the_pack, "gemma4-small", Leak.ATTENTION, True),
         (faults.attention_over_the_pack, "internvl-qwen3", Leak.ATTENTION, True),
         (positions_that_do_not_restart, "gemma4-small", Leak.POSITION, None),
         (positions_that_do_not_restart, "internvl-qwen3", Leak.POSITION, None),
@@ -163,4 +176,4 @@ def test_small_models_of_folders_have_no_faults(
     options = Options(tokens, "float32", "cpu", False, None, True, False)
     subject, result = check_named(str(tmp_path), str(random_data(family_of(variant))), options)
     assert subject.model_type == variant.split("-")[0]
-    assert not result.findings, result.findings
+    assert_equal(result)
