@@ -40,6 +40,23 @@ def sleeping() -> Callable[[int], int]:
     return lambda seconds: time.sleep(seconds) or os.getpid()  # type: ignore[func-returns-value]
 
 
+def threads_of_torch() -> Callable[[int], int]:
+    def threads(_: int) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    return threads
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_torch_has_one_thread_wherever_it_is_imported(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    pool = Workers(threads_of_torch, 1, method=method)
+    assert pool.submit(0).result(240) == 1
+    pool.close()
+
+
 def test_all_jobs_are_done_in_any_order() -> None:
     assert sorted(in_workers(doubling, range(50), 3)) == list(range(0, 100, 2))
 

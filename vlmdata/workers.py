@@ -348,8 +348,9 @@ def _serve(pipe: Connection[Any, Any], prepare: Callable[[], Callable[[Any], Any
     with suppress(OSError):
         os.setpgid(0, 0)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ["OMP_NUM_THREADS"] = "1"  # the workers share the cores; torch reads it when it is imported
     if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)  # the workers share the cores
+        torch.set_num_threads(1)
     work: Callable[[Any], Any] | None = None
     while True:
         job = pipe.recv()
