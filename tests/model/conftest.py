@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ def one_process() -> Iterator[None]:
     from model.parallel import cpu_mode, groups
 
     torch.set_num_threads(1)
+    for name in ("dcp_logger", "default"):  # torch logs each collective and each part of a checkpoint, for nobody
+        logging.getLogger(f"c10d-NullHandler-{name}").setLevel(logging.INFO)
     groups.initialize(backend="gloo")
     gc.collect()
     gc.freeze()  # megatron-core, which no later collection need look through

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from model.kernels.configurations import CANDIDATES, HOPPER, choose_configurations
 from model.kernels.shapes import AttentionShape, DeltaNetShape, TowerKernels
+from tests.forked import MODELS, run_forked
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention here")
@@ -26,12 +26,7 @@ SHAPE = DeltaNetShape(tokens=16384, key_heads=16, value_heads=32, key_width=128,
 def in_a_process(call: str, cache: Path) -> dict[str, Any]:
     """In a process of its own: which driver Triton has is settled once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {__name__} as here; here.{call}()"],
-        env=environment | {"TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_forked(f"{__name__}:{call}", server=MODELS, env=environment | {"TRITON_CACHE_DIR": str(cache)})
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     found["lines"] = [json.loads(line) for line in done.stdout.splitlines()[:-1]]

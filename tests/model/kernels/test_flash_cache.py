@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from model.kernels.flash_cache import keep_compiled
+from model.parallel.environment import before_megatron
+from tests.forked import run_forked
 
-ROOT = Path(__file__).resolve().parents[3]
 ENABLED, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 
@@ -79,6 +79,13 @@ def test_where_nothing_can_be_written_it_stays_off(place: Path, tmp_path: Path) 
     assert ENABLED not in os.environ
 
 
+def find_it() -> None:
+    """Prints what the package finds in the environment when it is imported."""
+    before_megatron()
+    importlib.import_module("megatron.core")
+    print(importlib.import_module("flash_attn.cute").FOUND)
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_it_is_on_before_anything_can_import_the_package(tmp_path: Path, installed: bool) -> None:
     """Transformer Engine imports it together with megatron-core, long before a model is built."""
@@ -90,11 +97,7 @@ def test_it_is_on_before_anything_can_import_the_package(tmp_path: Path, install
     if installed:
         (tmp_path / "site" / "flash_attn_4-4.0.dist-info").mkdir()
         (tmp_path / "site" / "flash_attn_4-4.0.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0\n")
-    script = (
-        "from model.parallel.environment import before_megatron\nbefore_megatron()\n"
-        f"{'import megatron.core' if installed else ''}\nimport flash_attn.cute\nprint(flash_attn.cute.FOUND)"
-    )
     environment = {name: value for name, value in os.environ.items() if name not in (ENABLED, FOLDER)}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")]), "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == ("1" if installed else "None"), done.stderr
+    environment |= {"PYTHONPATH": str(tmp_path / "site"), "TMPDIR": str(tmp_path)}
+    done = run_forked(f"{__name__}:find_it", env=environment)  # the server has not imported megatron-core
+    assert done.stdout.splitlines()[-1:] == ["1" if installed else "None"], done.stderr

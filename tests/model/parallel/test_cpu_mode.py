@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import traceback
 import types
 import warnings
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -72,30 +76,64 @@ def test_megatron_cores_slips_are_not_reported_as_ours() -> None:
     assert not told
 
 
-def test_a_start_does_not_import_torchs_compiler() -> None:
-    pytest.importorskip("megatron.core")
-    code = (
-        "import sys, torch\nfrom model.parallel.environment import before_megatron\noriginal = torch.compile\n"
-        "before_megatron()\nimport model.families.qwen3_5.build, model.parallel.cpu_mode\n"
-        "with model.parallel.cpu_mode.cpu_as_cuda(): pass\n"
-        "assert torch.compile is original\nassert 'megatron.core.fusions.fused_bias_swiglu' in sys.modules\n"
-        "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def start_on_the_cpu() -> None:
+    original = torch.compile
+    before_megatron()
+    import_module("model.families.qwen3_5.build")
+
+    with cpu_mode.cpu_as_cuda():
+        pass
+    assert torch.compile is original
+    assert "megatron.core.fusions.fused_bias_swiglu" in sys.modules
+    assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_neither_does_one_on_a_gpu_where_torch_compiles_nothing(compiled: bool) -> None:
-    pytest.importorskip("megatron.core")
-    code = (
-        "import sys, torch\nfrom model.parallel import environment\nenvironment._load_bundled_cudnn = lambda: None\n"
-        f"torch.cuda.is_available = lambda: True\nenvironment.before_megatron(compiled={compiled})\n"
-        "import megatron.core.fusions.fused_bias_swiglu\n"
-        f"assert ('torch._inductor' in sys.modules) == {compiled}"
-    )
+def start_on_a_gpu(compiled: bool) -> None:
+    environment._load_bundled_cudnn = lambda: None  # type: ignore[assignment]
+    torch.cuda.is_available = lambda: True
+    before_megatron(compiled=compiled)
+    import_module("megatron.core.fusions.fused_bias_swiglu")
+    assert ("torch._inductor" in sys.modules) == compiled
+
+
+STARTS = {
+    "on the CPU": start_on_the_cpu,
+    "on a GPU": partial(start_on_a_gpu, False),
+    "on a GPU, compiled": partial(start_on_a_gpu, True),
+}
+
+
+def start_in_forks() -> None:
+    """Makes each start in a fork of this process, which has imported torch; prints what went wrong."""
+    assert not [name for name in sys.modules if name.startswith(("megatron", "torch._dynamo", "torch._inductor"))]
+    for name, start in STARTS.items():
+        if not (child := os.fork()):
+            try:
+                start()
+            except BaseException:
+                traceback.print_exc(file=sys.stdout)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        os.waitpid(child, 0)
+        print(f"after {name}", flush=True)
+
+
+@pytest.fixture(scope="module")
+def said() -> str:
+    """What a new interpreter says in which each start is made in a fork: importing torch takes 2 s of CPU time."""
+    code = f"import {__name__} as here; here.start_in_forks()"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_does_not_import_torchs_compiler_where_torch_compiles_nothing(said: str, name: str) -> None:
+    pytest.importorskip("megatron.core")
+    before, end, _ = said.partition(f"after {name}\n")
+    assert end, said
+    assert "Traceback" not in before.rpartition("after ")[2], before
 
 
 class Driver:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +59,30 @@ def clips(folder: Path, family: str) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def clips_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the dataset of a family."""
+    return cache(lambda family: clips(tmp_path_factory.mktemp(family), family))
+
+
 def exact(out: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in EXACT} for line in steps_of(out)]
 
 
 @pytest.mark.parametrize(("family", "preset"), [("qwen3_5", "tiny"), ("qwen3_vl", "qwen3-vl-tiny")])
 def test_a_run_learns_resumes_and_exports(
-    family: str, preset: str, one_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    preset: str,
+    one_process: None,
+    clips_of: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from model.weights.convert import to_hf
 
-    data = clips(tmp_path, family)
+    data = clips_of(family)
     options = {"model__preset": preset, "data__eval_paths": [str(data)], "data__max_patches": None, "run__steps": 4}
     train_here(tmp_path / "whole", data, **options)
     train_here(tmp_path / "parts", data, **options | {"run__steps": 2})
@@ -102,11 +115,11 @@ def test_a_run_learns_resumes_and_exports(
     [("qwen3_5", "tiny", ["vision", "merger"]), ("qwen3_vl", "qwen3-vl-tiny", ["language"])],
 )
 def test_frozen_parts_stay_as_they_are(
-    family: str, preset: str, parts: list[str], one_process: None, tmp_path: Path
+    family: str, preset: str, parts: list[str], one_process: None, clips_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from model.training.optimizer.learner import part_of
 
-    data = clips(tmp_path, family)
+    data = clips_of(family)
     options = {"model__preset": preset, "model__freeze": parts, "data__max_patches": None, "run__save_every": 1}
     train_here(tmp_path / "run", data, run__steps=2, run__keep=0, **options)
     first, end = (weights_of(tmp_path / "run/checkpoints" / f"step-0000000{step}") for step in (1, 2))

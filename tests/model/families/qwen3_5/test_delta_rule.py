@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.model.helpers import relative
@@ -52,10 +52,12 @@ def inputs(tokens: int, seed: int = 0, heads: int = 3, key: int = 8, value: int 
 
 
 @settings(max_examples=15)
-@given(st.lists(st.integers(0, 150), min_size=1, max_size=4).filter(sum), st.integers(0, 9))
-def test_chunks_equal_the_recurrence_in_float64(lengths: list[int], seed: int) -> None:
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=4).filter(sum), st.sampled_from([8, 64]), st.integers(0, 9))
+@example([33, 65, 150], 8, 0)  # chunks of 32
+@example([65, 129], 64, 0)  # chunks of 64
+def test_chunks_equal_the_recurrence_in_float64(lengths: list[int], key: int, seed: int) -> None:
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    chunked, plain = inputs(bounds[-1], seed), inputs(bounds[-1], seed)
+    chunked, plain = inputs(bounds[-1], seed, key=key), inputs(bounds[-1], seed, key=key)
     found = gated_delta_rule(*chunked, bounds)
     wanted = torch.cat([recurrence(*(x[a:b] for x in plain)) for a, b in itertools.pairwise(bounds) if b > a])
     assert found.dtype == torch.float64
@@ -67,10 +69,11 @@ def test_chunks_equal_the_recurrence_in_float64(lengths: list[int], seed: int) -
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_equals_transformers_chunks() -> None:
+@pytest.mark.parametrize("key", [8, 64])
+def test_equals_transformers_chunks(key: int) -> None:
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    query, key, value, decay, beta = (x.detach().float() for x in inputs(200, heads=4))
+    query, key, value, decay, beta = (x.detach().float() for x in inputs(200, heads=4, key=key))
     wanted, _ = torch_chunk_gated_delta_rule(
         query[None], key[None], value[None], g=decay[None], beta=beta[None], use_qk_l2norm_in_kernel=True
     )

@@ -30,6 +30,7 @@ import model.training.step
 import model.weights.store
 from model.training.checkpoints.write_results import start_write_results
 from model.training.processes.interruption import Interruption
+from tests.forked import MODELS, Forked
 from tests.model.training.conftest import ROOT, command, environment, steps_of
 from tests.model.training.ranks import PATIENCE, Ranks, arguments_of, until_logged
 
@@ -235,8 +236,16 @@ def test_under_srun_a_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) 
 def test_sigterm_to_torchrun_saves_and_ends_all(chats: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     out = tmp_path / "run"
     line = command(chats, out, "--set", "data.workers=1", "--set", "data.global_batch=2", processes=2, steps=200)
-    process = subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+    module = line.index("-m") + 1
+    process = Forked(
+        f"{line[module]}:main",
+        line[module:],
+        server=MODELS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
     )
     until_logged(out)
     children = psutil.Process(process.pid).children(recursive=True)
