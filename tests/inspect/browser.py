@@ -50,7 +50,16 @@ class Visit:
         self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("dialog", lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        self.url = url
         self.page.goto(url)
+
+    def restart(self) -> None:
+        """Opens the page anew, for a third of what another tab takes."""
+        self.page.mouse.move(0, 0)
+        self.page.goto("about:blank")
+        self.complaints.clear()
+        self.requests.clear()
+        self.page.goto(self.url)
 
     def shot(self, name: str) -> None:
         """Keeps a screenshot as a build artefact."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from preprocess.config import SpecialText
 from tests.chat_rows import build_mixed, image_item, turn, write_jsonl
 from tests.conftest import build_dataset
 from tests.documents import build_documents
+from tests.inspect.browser import launched
 from tests.inspect.raw import RawSample, read_samples
 from tests.list_recipe import build_lists
 from tests.preprocess.command_line import Ended
@@ -142,6 +143,13 @@ def mixed_raw(mixed: Path) -> list[RawSample]:
 def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
     """Copies a dataset for a test to damage."""
     return lambda directory: Path(shutil.copytree(directory, tmp_path / directory.name))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A browser for the tests of a file. None stays open longer: its event loop is that of this thread."""
+    with launched() as found:
+        yield found
 
 
 Command = Callable[..., Ended]

@@ -27,7 +27,7 @@ from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.families.internvl_files import write_tokenizer
 from tests.families.reference import TILE
-from tests.inspect.browser import Visit, launched
+from tests.inspect.browser import Visit
 from tests.inspect.conftest import Command
 from tests.inspect.serving import serving
 from vlmdata.families import REGISTRY, Family, family
@@ -313,37 +313,38 @@ def test_wrong_boxes_are_a_finding_and_boxes_are_listed(tmp_path: Path, command:
 
 
 @pytest.mark.slow
-def test_the_page_draws_boxes_and_points_to_their_tokens(grounded: Path, tmp_path: Path, command: Command) -> None:
+def test_the_page_draws_boxes_and_points_to_their_tokens(
+    grounded: Path, tmp_path: Path, command: Command, browser: Any
+) -> None:
     assert command(grounded, "--html", tmp_path / "page.html")[0] == 0
     boxes = describe_sample(open_dataset(grounded), 3).boxes
-    with launched() as browser:
-        visit = Visit(browser, (tmp_path / "page.html").as_uri())
-        page = visit.page
-        visit.open_sample(3)
-        page.wait_for_function("() => [...document.querySelectorAll('.picture img')].every((i) => i.naturalWidth > 0)")
-        for box in boxes:
-            picture = page.locator(f".picture[data-image='{box.image}']")
-            node = picture.locator(f".box[data-box='{box.number}']")
-            area, place = picture.locator("img").bounding_box(), node.bounding_box()
-            width = int(picture.locator("img").get_attribute("width"))
-            assert box.pixels is not None
-            assert place["x"] - area["x"] == pytest.approx(box.pixels[0] / width * area["width"], abs=1)
-            page.hover(f".tok[data-i='{box.start}']")
-            assert "current" in node.get_attribute("class")
-        node = page.locator(f".box[data-box='{boxes[1].number}']")
-        node.locator("button").hover()
-        tokens = page.evaluate("() => [...document.querySelectorAll('.tok.boxed')].map((n) => Number(n.dataset.i))")
-        assert tokens == list(range(boxes[1].start, boxes[1].stop))
-        visit.shot("boxes")
-        page.keyboard.press("x")
-        assert not node.is_visible()
-        assert visit.complaints == []
+    visit = Visit(browser, (tmp_path / "page.html").as_uri())
+    page = visit.page
+    visit.open_sample(3)
+    page.wait_for_function("() => [...document.querySelectorAll('.picture img')].every((i) => i.naturalWidth > 0)")
+    for box in boxes:
+        picture = page.locator(f".picture[data-image='{box.image}']")
+        node = picture.locator(f".box[data-box='{box.number}']")
+        area, place = picture.locator("img").bounding_box(), node.bounding_box()
+        width = int(picture.locator("img").get_attribute("width"))
+        assert box.pixels is not None
+        assert place["x"] - area["x"] == pytest.approx(box.pixels[0] / width * area["width"], abs=1)
+        page.hover(f".tok[data-i='{box.start}']")
+        assert "current" in node.get_attribute("class")
+    node = page.locator(f".box[data-box='{boxes[1].number}']")
+    node.locator("button").hover()
+    tokens = page.evaluate("() => [...document.querySelectorAll('.tok.boxed')].map((n) => Number(n.dataset.i))")
+    assert tokens == list(range(boxes[1].start, boxes[1].stop))
+    visit.shot("boxes")
+    page.keyboard.press("x")
+    assert not node.is_visible()
+    assert visit.complaints == []
 
 
 @pytest.mark.slow
-def test_the_page_shows_tiles_in_their_places_with_boxes_and_tokens(tiled: Path) -> None:
+def test_the_page_shows_tiles_in_their_places_with_boxes_and_tokens(tiled: Path, browser: Any) -> None:
     found = describe_sample(open_dataset(tiled), 0)
-    with launched() as browser, serving(tiled) as client:
+    with serving(tiled) as client:
         visit = Visit(browser, client.home)
         page = visit.page
         visit.open_sample(0)

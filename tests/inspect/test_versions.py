@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.changing_source import Team, row
-from tests.inspect.browser import Visit, launched
+from tests.inspect.browser import Visit
 from tests.inspect.conftest import Command
 from tests.inspect.serving import serving
 from tests.inspect.test_page import blocks, parsed
 from tests.preprocess.command_line import Ended
 
 
-@pytest.fixture
-def team(tmp_path: Path) -> Team:
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory) -> Team:
     """Three versions: 8 rows (one rejected); an edited image and two more rows; all but the first three rows."""
-    team = Team(tmp_path)
+    team = Team(tmp_path_factory.mktemp("team"))
     team.run()
     team.paint(1, seed=77)
     team.run([*team.rows, row("Row 8"), row("Row 9")])
@@ -51,12 +54,15 @@ def test_versions_are_as_the_runs_made_them(team: Team, command: Command) -> Non
     assert [line.split()[1] for line in text.splitlines() if line.startswith("│")] == ["1", "2", "3"]
 
 
-def test_a_pruned_parent_is_named_so(team: Team, command: Command, vlmdata: Callable[..., Ended]) -> None:
-    assert vlmdata("prune", team.out, 1)[0] == 0
-    found = json.loads(command(team.out, "--versions", "--json")[1])["versions"]
+def test_a_pruned_parent_is_named_so(
+    team: Team, tmp_path: Path, command: Command, vlmdata: Callable[..., Ended]
+) -> None:
+    out = shutil.copytree(team.out, tmp_path / "out", symlinks=True)
+    assert vlmdata("prune", out, 1)[0] == 0
+    found = json.loads(command(out, "--versions", "--json")[1])["versions"]
     assert [(each["number"], each["parent"]) for each in found] == [(2, None), (3, 2)]
     assert found[0]["parent_fingerprint"]
-    assert "pruned" in command(team.out, "--versions")[1]
+    assert "pruned" in command(out, "--versions")[1]
 
 
 def test_a_dataset_without_versions_has_one(demo: Path, tmp_path: Path, command: Command) -> None:
@@ -87,11 +93,16 @@ def test_the_server_compares_any_two_as_diff_does(team: Team, vlmdata: Callable[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["file", "served"])
-def test_a_browser_links_to_the_changed_samples(team: Team, tmp_path: Path, command: Command, way: str) -> None:
-    target = tmp_path / "page.html"
-    assert command(team.out, "--html", target)[0] == 0
-    with launched() as browser, serving(team.out) as client:
-        visit = Visit(browser, (target.as_uri() if way == "file" else client.home) + "#versions")
+def test_a_browser_links_to_the_changed_samples(
+    team: Team, tmp_path: Path, command: Command, browser: Any, way: str
+) -> None:
+    with ExitStack() as stack:
+        if way == "file":
+            assert command(team.out, "--html", tmp_path / "page.html")[0] == 0
+            url = (tmp_path / "page.html").as_uri()
+        else:
+            url = stack.enter_context(serving(team.out)).home
+        visit = Visit(browser, f"{url}#versions")
         page = visit.page
         page.wait_for_selector("#versions-diff [data-group=removed]")
         assert page.locator("#versions-table tbody tr").count() == 3

@@ -7,12 +7,13 @@ import io
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.inspect.browser import Visit, launched
+from tests.inspect.browser import Visit
 from tests.inspect.clips import write_clips
 from tests.inspect.conftest import Command
 from tests.inspect.serving import serving
@@ -121,10 +122,12 @@ def test_frames_that_are_shown_are_spread() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["file", "served"])
-def test_a_token_marks_its_frame_and_a_frame_its_token(clips: Path, tmp_path: Path, command: Command, way: str) -> None:
+def test_a_token_marks_its_frame_and_a_frame_its_token(
+    clips: Path, tmp_path: Path, command: Command, browser: Any, way: str
+) -> None:
     video = describe_sample(VlmDataset(clips), 0).images[1]
     across = video.grid[2] // 2
-    with launched() as browser, ExitStack() as stack:
+    with ExitStack() as stack:
         if way == "file":
             assert command(clips, "--html", tmp_path / "page.html")[0] == 0
             url, shown = (tmp_path / "page.html").as_uri(), shown_frames(30, 12)
