@@ -92,7 +92,7 @@ def _parameters() -> list[inspect.Parameter]:
     panel = "Several datasets"
     weights = typer.Option(metavar="W,…", help="One weight per dataset, e.g. 0.7,0.3.", rich_help_panel=panel)
     by = typer.Option(
-        help="Meaning of weights: epochs, tokens or samples.", show_default="tokens", rich_help_panel=panel
+        help="Meaning of weights: epochs, tokens, samples or targets.", show_default="tokens", rich_help_panel=panel
     )
     return [*made, _parameter("weights", str, weights), _parameter("weights_by", str, by)]
 
