@@ -32,6 +32,13 @@ def test_the_largest_batch_is_found(most: int, limit: int, start: int) -> None:
     assert len(tried) <= 14
 
 
+@pytest.fixture
+def _no_memory_to_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is the GPU's. On a CPU, collecting garbage among all that pytest has imported takes 0.5 s each time."""
+    monkeypatch.setattr(train_peer, "emptied", lambda: None)
+
+
+@pytest.mark.usefixtures("_no_memory_to_give_back")
 def test_the_search_for_the_largest_batch_leaves_the_model_as_it_is(tmp_path: Path) -> None:
     """Batches of three run out of memory, in the backward pass; the step after the search is the first one."""
     source = write_jsonl(tmp_path / "chat.jsonl", chat_rows(8))
@@ -56,6 +63,7 @@ def test_the_search_for_the_largest_batch_leaves_the_model_as_it_is(tmp_path: Pa
     assert not all(torch.equal(each, before[name]) for name, each in model.named_parameters())
 
 
+@pytest.mark.usefixtures("_no_memory_to_give_back")
 def test_a_batch_that_runs_out_of_memory_while_timed_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a fresh model each time, so that its first loss is that of untrained weights."""
     tried: list[tuple[int, int]] = []
