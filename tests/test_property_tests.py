@@ -19,7 +19,11 @@ from tests import explore, property_tests
 
 def run_there(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs Python in a folder whose modules and those of these tests can be imported."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # most of a start are plugins that these tests do not need
+        "PYTEST_PLUGINS": "_hypothesis_pytestplugin",
+    }
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
