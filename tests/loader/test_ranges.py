@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +39,39 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_READ_THROUGH", 4096)
 
 
+@pytest.fixture(scope="module")
+def stored(chat: Path, object_store_server: ObjectStore) -> str:
+    """The URL of the chats in a bucket that tests of this file read; they ask for ``object_store``, to find it."""
+    store = replace(object_store_server, bucket="chats-read-by-ranges")
+    store.file_system().mkdir(store.bucket)
+    return store.put(chat)
+
+
 def shard_reads(proxy: Proxy) -> list[Any]:
     return [each for each in proxy.requests if each.method == "GET" and each.path.endswith(".tar")]
 
 
+@pytest.mark.usefixtures("object_store")
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"num_workers": 2},
-        {"parts": ["labels"]},
+        {"num_workers": 2, "parts": ["labels"]},
         {"parts": []},
-        {"on_damage": "mask"},
         {"parts": ["tokens"], "on_damage": "mask"},
         {"context_parallel": 2, "context_parallel_rank": 1},
         {"context_parallel": 2, "context_parallel_rank": 0, "on_damage": "mask"},
     ],
     ids=str,
 )
-def test_batches_are_those_of_the_folder(
-    chat: Path, object_store: ObjectStore, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    place = object_store.put(chat)
-    assert_same(epoch_of(place, fetch="ranges", **options), epoch_of(chat, **options))
+def test_batches_are_those_of_the_folder(chat: Path, stored: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    assert_same(epoch_of(stored, fetch="ranges", **options), epoch_of(chat, **options))
     assert not list((tmp_path / "cache").rglob("*.tar"))
 
 
-def test_a_rank_fetches_little_more_than_it_uses(chat: Path, object_store: ObjectStore, proxy: Proxy) -> None:
-    place = object_store.put(chat)
+def test_a_rank_fetches_little_more_than_it_uses(chat: Path, stored: str, proxy: Proxy) -> None:
     shards = sum(path.stat().st_size for path in chat.glob("*.tar"))
-    with stream(place, fetch="ranges", dp_size=4, parts=["tokens", "pixels"]) as loader:
+    with stream(stored, fetch="ranges", dp_size=4, parts=["tokens", "pixels"]) as loader:
         batches = list(loader)
         used = loader.stats.bytes_read
     reads = shard_reads(proxy)
@@ -78,22 +82,20 @@ def test_a_rank_fetches_little_more_than_it_uses(chat: Path, object_store: Objec
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_requests_that_fail_are_repeated(chat: Path, object_store: ObjectStore, proxy: Proxy, fault: Trouble) -> None:
-    place = object_store.put(chat)
+def test_requests_that_fail_are_repeated(chat: Path, stored: str, proxy: Proxy, fault: Trouble) -> None:
     proxy.trouble = lambda number, request: fault if request.path.endswith(".tar") and number % 3 == 0 else None
-    assert_same(epoch_of(place, fetch="ranges"), epoch_of(chat))
+    assert_same(epoch_of(stored, fetch="ranges"), epoch_of(chat))
     assert len(shard_reads(proxy)) > 8
 
 
 def test_a_server_that_stays_away_is_named(
-    chat: Path, object_store: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    chat: Path, stored: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore waits for seconds between its own
     forget_file_systems()
-    place = object_store.put(chat)
-    with stream(place, fetch="ranges") as loader:
+    with stream(stored, fetch="ranges") as loader:
         proxy.trouble = lambda number, request: Trouble(status=503)
-        message = rf"{place}/shard-\d+\.tar: bytes \d+ to \d+ cannot be fetched, 4 attempts: \w+"
+        message = rf"{stored}/shard-\d+\.tar: bytes \d+ to \d+ cannot be fetched, 4 attempts: \w+"
         with pytest.raises(DatasetFormatError, match=message):
             next(iter(loader))
         proxy.trouble = lambda number, request: None
@@ -145,6 +147,7 @@ class TestWebServers:
 
 
 class TestChoice:
+    @pytest.mark.usefixtures("object_store")
     @pytest.mark.parametrize(
         ("scheme", "options", "by_ranges"),
         [
@@ -160,10 +163,10 @@ class TestChoice:
         ids=str,
     )
     def test_auto_is_by_the_cache_and_the_slice(
-        self, chat: Path, object_store: ObjectStore, scheme: str, options: dict[str, Any], by_ranges: bool
+        self, chat: Path, stored: str, scheme: str, options: dict[str, Any], by_ranges: bool
     ) -> None:
         config = LoaderConfig.of(capacity=832, global_batch=4, **options)
-        _, shards = open_for_loading(chat if scheme == "file" else object_store.put(chat), None, 1)
+        _, shards = open_for_loading(chat if scheme == "file" else stored, None, 1)
         if scheme == "http":
             shards.source.__dict__["url"] = "http://example.org/data"
         slices = config.parallelism.context_parallel_rank is not None
