@@ -375,7 +375,9 @@ def save_checkpoint(case: Case, data: Path, folder: Path) -> dict[str, tuple[int
 
 
 def travel(cases: list[Case], data: Path, folder: Path) -> tuple[list[str], list[dict[str, tuple[int, ...]]]]:
-    """Saves each case's model, and loads every checkpoint of the folder in each case, all in the same processes.
+    """Saves each case's model, and loads in each case what the one before it has saved, all in the same processes.
+
+    In the first, that is what one process has saved as ``alone``.
 
     Returns:
         Parameters of this rank that do not arrive to the last bit, with the layouts; and by case what
@@ -385,10 +387,9 @@ def travel(cases: list[Case], data: Path, folder: Path) -> tuple[list[str], list
     for number, case in enumerate(cases):
         keys.append(save_checkpoint(case, data, folder / str(number)))
         meet_again()
-    for case in cases:
-        for source in sorted(folder.iterdir()):
-            wrong += [f"{source.name} to {case.name}: {name}" for name in load_checkpoint(case, data, source)]
-            meet_again()
+    for case, source in zip(cases, ("alone", *map(str, range(len(cases)))), strict=False):
+        wrong += [f"{source} to {case.name}: {name}" for name in load_checkpoint(case, data, folder / source)]
+        meet_again()
     return wrong, keys
 
 

@@ -290,7 +290,7 @@ def test_groups_in_which_experts_are_cut_are_refused(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("kind", TRAVELS)
 def test_checkpoints_travel_between_layouts(kind: str, data: Path, ranks: Ranks) -> None:
-    """One process and each layout save once; all load what all have saved."""
+    """One process and each layout save once. Each layout loads what another has saved, and one process all of it."""
     cases = TRAVELS[kind]
     assert [each.travels[kind][0] for each in ranks.done] == [[]] * 4
     for number, case in enumerate(cases):
