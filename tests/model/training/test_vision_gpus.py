@@ -36,8 +36,8 @@ class Layout:
     Attributes:
         world: Processes.
         settings: Its settings.
-        plain: The run without sides that it continues after one step, and that continues it after three more.
-        evaluated: Whether it evaluates, too.
+        plain: The run without sides that it continues after one step, and that continues it after two or three more.
+        evaluated: Whether it evaluates, too, after the second and the fourth step.
     """
 
     world: int
@@ -45,9 +45,13 @@ class Layout:
     plain: str = ONE
     evaluated: bool = False
 
+    @property
+    def steps(self) -> int:
+        """The last step with sides."""
+        return 4 if self.evaluated else 3
+
 
 LAYOUTS = {
-    "1 + 1": Layout(2, {"vision_gpus": 1}),
     "2 + 1": Layout(3, {"vision_gpus": 2}),
     "1 + 2, TP 2 and SP": Layout(3, {"vision_gpus": 1, "tp": 2, "sp": True}),
     "1 + 2, CP 2, ahead 0": Layout(3, {"vision_gpus": 1, "cp": 2, "vision_ahead": 0}, evaluated=True),
@@ -110,19 +114,21 @@ def runs(chats: Path, validation: Path, tmp_path_factory: pytest.TempPathFactory
     evaluation = {"data.eval_paths": [str(validation)], "run.eval_every": 2}
     made = [
         Run(ONE, 1, dense | evaluation | {"run.steps": 5, "run.save_every": 1}),
-        Run(EXPERTS, 1, experts | {"run.steps": 5, "run.save_every": 1}),
+        Run(EXPERTS, 1, experts | {"run.steps": 4, "run.save_every": 1}),
         Run(SPREAD, 2, experts | {"run.steps": 1, "parallel.ep": 2}),
     ]
     for name, layout in LAYOUTS.items():
         settings = {f"parallel.{setting}": value for setting, value in layout.settings.items()}
         base = dense if layout.plain == ONE else experts
         evaluated = evaluation if layout.evaluated else {}
-        made.append(Run(name, layout.world, base | settings | evaluated | {"run.steps": 4}, layout.plain))
+        made.append(Run(name, layout.world, base | settings | evaluated | {"run.steps": layout.steps}, layout.plain))
         spread = {"parallel.ep": 2} if layout.plain == SPREAD else {}
-        made.append(Run(plainly(name), 2 if spread else 1, base | spread | {"run.steps": 5}, name, 4))
+        made.append(
+            Run(plainly(name), 2 if spread else 1, base | spread | {"run.steps": layout.steps + 1}, name, layout.steps)
+        )
     spread = {"parallel.vision_gpus": 1, "parallel.ep": 2}
     made.append(Run("spread from one process", 3, experts | spread, EXPERTS))
-    made.append(Run("one process from spread", 1, experts, "1 + 2, EP 2", 4))
+    made.append(Run("one process from spread", 1, experts, "1 + 2, EP 2", 3))
     four = dense | evaluation | {"run.steps": 1, "data.global_batch": 4}
     made.append(Run(FOUR, 1, four))
     made.append(Run("1 + 1, ahead 2", 2, four | {"parallel.vision_gpus": 1, "parallel.vision_ahead": 2}))
@@ -153,11 +159,11 @@ def _images(message: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_three_steps_equal_one_process_from_and_to_a_run_without_sides(runs: Runs, name: str) -> None:
+def test_steps_equal_one_process_from_and_to_a_run_without_sides(runs: Runs, name: str) -> None:
     layout = LAYOUTS[name]
     reference = REFERENCES[layout.plain]
-    runs.assert_same(name, reference, [2, 3, 4], [2, 4] if layout.evaluated else [])
-    runs.assert_same(plainly(name), reference, [5])
+    runs.assert_same(name, reference, list(range(2, layout.steps + 1)), [2, 4] if layout.evaluated else [])
+    runs.assert_same(plainly(name), reference, [layout.steps + 1])
 
 
 def test_a_new_run_whose_tower_is_three_micro_batches_ahead(runs: Runs) -> None:
