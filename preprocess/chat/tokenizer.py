@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,10 @@ def load_tokenizer(
         raise SourceError(f"--tokenizer {name}: exact offsets need a fast tokenizer (tokenizer.json)")
     if not hf.chat_template:
         raise SourceError(f"--tokenizer {name}: it has no chat template, which is needed to find targets")
-    # Disables truncation and padding settings of tokenizer.json, which would apply to every row.
-    hf.backend_tokenizer.no_truncation()
-    hf.backend_tokenizer.no_padding()
+    if name != EMBEDDED:
+        # Disables truncation and padding settings of tokenizer.json, which would apply to every row.
+        hf.backend_tokenizer.no_truncation()
+        hf.backend_tokenizer.no_padding()
     made = family(family_name)
     info = _describe(hf, name, made)
     relied = _relied_tokens(hf, info, made)
@@ -158,13 +159,19 @@ def load_tokenizer(
 
 def _loaded(name: str, revision: str | None) -> Any:
     if name == EMBEDDED:
-        # The class that AutoTokenizer finds, without importing the models that it knows: that takes 0.7 s.
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(EMBEDDED_TOKENIZER)
+        return _embedded()
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(name, revision=revision)
+
+
+@cache
+def _embedded() -> Any:
+    """The embedded tokenizer, loaded once. Its files do not change, and it has no setting that loading must undo."""
+    # The class that AutoTokenizer finds, without importing the models that it knows: that takes 0.7 s.
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(EMBEDDED_TOKENIZER)
 
 
 def _describe(hf: Any, name: str, made: Family) -> TokenizerInfo:

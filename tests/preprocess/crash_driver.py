@@ -1,8 +1,8 @@
 """Kills a run at every step it takes on disk. A program of its own, started by ``test_crash_safety.py``.
 
-It forks a process for every run, so that hundreds of runs take seconds. In a run that is
-to die, the audit hook of the interpreter counts opens for writing, renames, removals and new folders below the output
-folder, and the process kills itself just before the step of the given number.
+It forks a process for every run that dies, so that hundreds of runs take seconds. In it, the audit hook of the
+interpreter counts opens for writing, renames, removals and new folders below the output folder, and the process kills
+itself just before the step of the given number.
 
 Usage: ``crash_driver.py FOLDER SOURCE``.
 """
@@ -90,7 +90,7 @@ def die_at_each_step(run: Callable[[], object], out: Path, whole: dict[str, byte
         deaths += 1
         if step % 6 == 0:
             deaths += in_child(doomed(step % soon)) == -signal.SIGKILL
-        assert in_child(run) == 0, f"killed at step {step}, it does not continue"
+        run()  # continues; in this process, where it takes half as long as in one that is forked
         found = tree_bytes(out)
         different = sorted(name for name in {*found, *whole} if found.get(name) != whole.get(name))
         assert not different, f"killed at step {step}, the result differs in {different}"

@@ -69,12 +69,17 @@ class Job:
         self._released = out.with_name(f"{out.name}-released")
         self._arguments = ["--recipe", "slow_recipe:Slow", "--rows-per-shard", ROWS_PER_SHARD, "--max-reject-rate", 1]
 
-    def start(self, shards: int = SHARDS, anew: bool = False) -> subprocess.Popen[str]:
-        """Starts the command. Rows beyond so many shards wait until :meth:`release` is called."""
+    def start(self, shards: int = SHARDS, nurseries: int = 2) -> subprocess.Popen[str]:
+        """Starts the command. Rows of later shards wait until :meth:`release` is called.
+
+        Args:
+            shards: How many it makes before.
+            nurseries: How many servers of workers need no imports: by default the first, and one that replaces it.
+        """
         command = ["preprocess", self._source, "--out", self.out, "-j", 2, *self._arguments, *SMALL_IMAGES]
         held = {"HELD_FROM": str(shards * ROWS_PER_SHARD), "RELEASED": str(self._released)}
         recipe = {"SECONDS_PER_ROW": SECONDS_PER_ROW, "PYTHONPATH": str(self._recipes)}
-        return start(*command, anew=anew, env=environment(**recipe, **held))
+        return start(*command, env=environment(**recipe, **held), nurseries=nurseries)
 
     def release(self) -> None:
         self._released.touch()
@@ -265,7 +270,7 @@ def interrupted_at_work(inputs: tuple[Path, Path], place: Path) -> Interrupted:
 @pytest.fixture
 def interrupted_at_start(job: Job) -> Interrupted:
     """A command that met Ctrl-C while the server of workers was still importing."""
-    process = job.start(anew=True)
+    process = job.start(nurseries=0)  # so that its server imports
     assert wait_until(lambda: server_of(process), PATIENCE)
     time.sleep(0.5)
     return _interrupt(job, process)
