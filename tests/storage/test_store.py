@@ -17,8 +17,15 @@ from vlmdata.format.atomic import temporary_path
 from vlmdata.storage import LockedError, Store, open_store
 from vlmdata.storage.upload import Upload
 
-#: More than two parts of a multipart upload.
-LARGE = os.urandom(1 << 20) * 37
+#: The smallest that S3 allows, and more than two of them.
+PART_BYTES = 5 << 20
+LARGE = os.urandom(1 << 20) * 12
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of multipart uploads."""
+    monkeypatch.setattr("vlmdata.storage.upload.PART_BYTES", PART_BYTES)
 
 
 @pytest.fixture(params=["folder", "s3"])
