@@ -120,7 +120,7 @@ class TestStuckWorkers:
 class TestEpochsThatCannotBePlanned:
     """An error belongs to its position in the order: prefetching into the next epoch does not bring it forward."""
 
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def options(self, chat: Path) -> dict[str, Any]:
         """Epoch 0 has just enough packs for a step, epoch 1 has not."""
         for seed, limit in itertools.product(range(4), range(160, 480, 16)):

@@ -42,7 +42,6 @@ def chats(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {
-    "turns": lambda folder: chats(folder, talks(), train_turns=TrainTurns.EACH),
     "turns, zstd": lambda folder: chats(folder, talks(), train_turns=TrainTurns.EACH, pixels="zstd"),
     "reasoning": lambda folder: chats(folder, talks()),
     "files": lambda folder: chats(folder, talks(), pixels="source"),
