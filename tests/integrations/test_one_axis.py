@@ -56,6 +56,24 @@ class TestEqualToSamples:
             found = packed_forward(model, batch)
         assert torch.allclose(found.losses, losses_of_own_call(model, batch), atol=TOLERANCE)
 
+    def test_a_pack_of_text_uses_the_encoder_for_nothing(
+        self, variant: str, packs: Packs, samples: Samples, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Under several processes, so that none waits for the gradients of its parameters."""
+        batch, model = packs(variant)[-1], tiny_model(variant)
+        assert not len(batch.image_grid_thw)
+        monkeypatch.setattr(vision, "_has_peers", lambda: True)
+        with packed(model):
+            losses = token_losses(model, batch)
+        losses.sum().backward()
+        missing = [name for name, each in model.named_parameters() if each.grad is None]
+        assert not missing
+        assert not any(each.grad.any() for each in model.parameters())
+
+
+#: Shared keys, images that see themselves, and tiles: all models are compared above.
+@pytest.mark.parametrize("variant", ["gemma4-small", "gemma4-experts", "internvl-qwen3"])
+class TestInOtherWays:
     def test_eager_attention(self, variant: str, packs: Packs, samples: Samples) -> None:
         """transformers' own masks, of positions that restart."""
         model, batch = tiny_model(variant), with_images(packs(variant))
@@ -94,20 +112,6 @@ class TestEqualToSamples:
             with packed(each):
                 token_losses(each, batch).sum().backward()
         assert_same_gradients(model, plain, at_least=60)
-
-    def test_a_pack_of_text_uses_the_encoder_for_nothing(
-        self, variant: str, packs: Packs, samples: Samples, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Under several processes, so that none waits for the gradients of its parameters."""
-        batch, model = packs(variant)[-1], tiny_model(variant)
-        assert not len(batch.image_grid_thw)
-        monkeypatch.setattr(vision, "_has_peers", lambda: True)
-        with packed(model):
-            losses = token_losses(model, batch)
-        losses.sum().backward()
-        missing = [name for name, each in model.named_parameters() if each.grad is None]
-        assert not missing
-        assert not any(each.grad.any() for each in model.parameters())
 
 
 @gemma_models

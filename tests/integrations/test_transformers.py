@@ -95,7 +95,8 @@ class TestEqualToSamples:
         assert_same_gradients(together, alone, at_least=50)
 
 
-@every_model
+#: Each family, with experts where it has them: all models are compared above.
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 class TestPackedModels:
     def test_after_other_calls(self, model_type: str, packs: Packs, samples: Samples) -> None:
         """Packs of other lengths, calls that fail, plain calls and generation leave no trace in each other."""
