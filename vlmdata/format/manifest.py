@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -273,11 +274,17 @@ def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
     """Builds a dataclass from JSON: checks types, converts lists to tuples, ignores fields of later versions."""
     if not isinstance(fields, Mapping):
         raise TypeError(f"{kind.__name__} is {fields!r}, not an object")
-    hints = get_type_hints(kind)
+    hints = _types_of_fields(kind)
     # The dataclass uses a default for an absent field, or raises TypeError.
     return kind(
         **{name: _typed(hints[name], fields[name], f"{kind.__name__}.{name}") for name in hints if name in fields}
     )
+
+
+@cache
+def _types_of_fields(kind: type[Any]) -> Mapping[str, Any]:
+    """The types of a dataclass's fields by name; evaluating them is most of what reading a manifest takes."""
+    return get_type_hints(kind)
 
 
 def _typed(annotation: Any, value: Any, place: str) -> Any:
