@@ -30,7 +30,7 @@ def run_there(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 def drawn() -> list[Any]:
     found: list[Any] = []
 
-    @settings(max_examples=400)
+    @settings(max_examples=150)
     @given(st.one_of(st.text(), st.integers()))
     def collect(value: Any) -> None:
         found.append(value)
