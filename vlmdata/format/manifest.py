@@ -274,7 +274,7 @@ def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
     """Builds a dataclass from JSON: checks types, converts lists to tuples, ignores fields of later versions."""
     if not isinstance(fields, Mapping):
         raise TypeError(f"{kind.__name__} is {fields!r}, not an object")
-    hints = _types_of_fields(kind)
+    hints = _types_of_fields(kind)  # type: ignore[arg-type]  # mypy knows no hash of type[T]
     # The dataclass uses a default for an absent field, or raises TypeError.
     return kind(
         **{name: _typed(hints[name], fields[name], f"{kind.__name__}.{name}") for name in hints if name in fields}
