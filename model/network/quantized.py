@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -100,8 +101,9 @@ def quantizing(layer: type, *, grouped: bool = False) -> type:
 class _Quantized(nn.Module):
     """A layer with quantized weights; a mixin of :func:`quantizing`."""
 
+    @abstractmethod
     def _weight_names(self) -> list[str]:
-        raise NotImplementedError
+        """Returns the layer's parameters that are quantized."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
