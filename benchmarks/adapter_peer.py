@@ -13,6 +13,7 @@ run in one process, one after the other:
 - packs: full packs of the same samples through ``vlmdata.integrations.transformers``, of --capacity tokens, the first
   that fits;
 - packs, Liger: the same with Liger's kernels, applied in the same way;
+- NeMo Automodel: its model on the same packs (`nemo_peer.py`), if it is installed;
 - bundled trainer: its step on the same packs, without multi-token prediction, with the first of --capacity and
   --recompute that fits. Its gradients and optimizer state are fp32.
 
@@ -35,13 +36,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from nemo_peer import NemoStep, nemo_model
 from train_peer import (
     CLIP,
     DEVICE,
@@ -62,11 +64,11 @@ from train_peer import (
 
 from model.architecture import Architecture
 from model.families import preset, spec_of
-from vlmdata import StreamingLoader, VlmDataset, open_dataset
+from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
 from vlmdata.integrations.steps import step_loss, step_weight
 from vlmdata.integrations.transformers import packed, token_losses
 
-WAYS = ("padded", "padded, Liger", "packs", "packs, Liger", "bundled trainer")
+WAYS = ("padded", "padded, Liger", "packs", "packs, Liger", "NeMo Automodel", "bundled trainer")
 #: Shares of the largest padded batch that are tried.
 SHARES = (1.0, 0.5)
 
@@ -85,6 +87,10 @@ class PackStep(PeerStep):
 
     def __init__(self, model: torch.nn.Module):
         super().__init__(packed(model).model)
+
+    def inputs(self, batch: PackedBatch) -> PackedBatch:
+        """What a step takes: the batch itself."""
+        return batch
 
     def __call__(self, batch: Any) -> float:
         """Trains on a pack and returns its mean loss."""
@@ -130,10 +136,10 @@ def steps_of(dataset: VlmDataset, count: int, options: argparse.Namespace) -> ar
 
 
 def time_packs(
-    model: torch.nn.Module, architecture: Architecture, dataset: VlmDataset, options: argparse.Namespace
+    step: PackStep | NemoStep, architecture: Architecture, dataset: VlmDataset, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """Figures of full packs, of the first capacity that fits."""
-    step, flops = PackStep(model), spec_of(architecture).step_flops(architecture, False, ())
+    flops = spec_of(architecture).step_flops(architecture, False, ())
     for capacity in options.capacity:
         emptied()
         with StreamingLoader(dataset.directory, capacity=capacity, global_batch=1, num_workers=0) as loader:
@@ -145,8 +151,9 @@ def time_packs(
         batches = list(itertools.islice(itertools.cycle(full), steps))
         counts = [of_samples(dataset, [origin.index for origin in batch.origins], flops) for batch in batches]
         retries = allocator_retries()
+        inputs = [step.inputs(batch) for batch in batches]
         try:
-            seconds, losses = timed(step, batches, options)
+            seconds, losses = timed(step, inputs, options)
         except torch.OutOfMemoryError:
             step.optimizer.zero_grad(set_to_none=True)
             continue
@@ -154,8 +161,8 @@ def time_packs(
         found = figures(seconds, counts, slots, losses) | {"batch": f"packs of {capacity:,}"}
         found["allocator_retries"] = allocator_retries() - retries
         if options.profile:
-            found["waits"] = write_waits(step, batches[0], options)
-            write_profile(step, batches[0], options)
+            found["waits"] = write_waits(step, inputs[0], options)
+            write_profile(step, inputs[0], options)
         return {"": found}
     return {"": {"batch": 0}}
 
@@ -174,7 +181,7 @@ def time_trainer(name: str, dataset: VlmDataset, options: argparse.Namespace) ->
     return {"": {"batch": 0}}
 
 
-def write_profile(step: PackStep, batch: Any, options: argparse.Namespace) -> None:
+def write_profile(step: PackStep | NemoStep, batch: Any, options: argparse.Namespace) -> None:
     """Writes the kernels of a step, the longest first."""
     with torch.profiler.profile() as profile:
         step(batch)
@@ -190,7 +197,7 @@ def allocator_retries() -> int:
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if DEVICE.type == "cuda" else 0
 
 
-def write_waits(step: PackStep, batch: Any, options: argparse.Namespace) -> int:
+def write_waits(step: PackStep | NemoStep, batch: Any, options: argparse.Namespace) -> int:
     """Writes where the host waits for the device in a step, and returns how often."""
     places: list[str] = []
 
@@ -234,11 +241,14 @@ def measure(way: str, name: str, dataset: VlmDataset, options: argparse.Namespac
         architecture = architecture.with_vocabulary(tokenizer)
     architecture = dataclasses.replace(architecture, image_token_id=tokenizer.image)
     emptied()
+    if way == "NeMo Automodel":
+        return time_packs(NemoStep(nemo_model(architecture)), architecture, dataset, options)
     model = peer_of(architecture, checkpointing=False)
     if "Liger" in way:
         with_liger(model)
-    timing: Callable[..., dict[str, dict[str, Any]]] = time_padded if way.startswith("padded") else time_packs
-    return timing(model, architecture, dataset, options)
+    if way.startswith("padded"):
+        return time_padded(model, architecture, dataset, options)
+    return time_packs(PackStep(model), architecture, dataset, options)
 
 
 def few_configurations() -> None:

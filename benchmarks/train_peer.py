@@ -9,9 +9,9 @@ one process, one after the other:
   transformers does not train either. Its gradients and optimizer state are fp32, those of transformers are bf16. Of
   several values of --recompute it takes the first that fits;
 - transformers: ``Qwen3_5ForConditionalGeneration`` or ``Qwen3VLForConditionalGeneration`` in bf16, batches padded to
-  their longest sample, fused AdamW, clipped gradients, and the best attention that is installed (FlashAttention 2, else
-  torch's; flash-linear-attention where the model uses it). Batches are drawn at random, as large as fit: the size at
-  which the longest samples of the dataset still train, found by trying;
+  their longest sample, fused AdamW, clipped gradients, and the best attention that is installed (FlashAttention 2 or
+  4, else torch's; flash-linear-attention and causal-conv1d where the model uses them). Batches are drawn at random, as
+  large as fit: the size at which the longest samples of the dataset still train, found by trying;
 - checkpointing: the same with activations computed again, and larger batches.
 
 Triton's configurations of the delta net's kernels are those that ours is given, for all ways that run after it.
@@ -84,14 +84,12 @@ def peer_of(architecture: Architecture, checkpointing: bool) -> torch.nn.Module:
     """transformers' model of an architecture, with random weights, in training mode."""
     import transformers
 
-    fields = architecture_to_hf(architecture)
-    (name,) = fields.pop("architectures")
-    config = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))(**fields)
-    config._attn_implementation = attention()
+    config = config_of(architecture)
     usual = torch.get_default_dtype()
     torch.set_default_dtype(DTYPE)  # in float32, 35b-a3b would not fit before it is converted
     try:
         with torch.device(DEVICE):
+            name = type(config).__name__.replace("Config", "ForConditionalGeneration")
             model: torch.nn.Module = getattr(transformers, name)(config).to(DTYPE)
     finally:
         torch.set_default_dtype(usual)
@@ -100,10 +98,26 @@ def peer_of(architecture: Architecture, checkpointing: bool) -> torch.nn.Module:
     return model.train()
 
 
-def attention() -> str:
-    """The best attention that is installed, as transformers names it."""
-    installed = DEVICE.type == "cuda" and importlib.util.find_spec("flash_attn_2_cuda") is not None
-    return "flash_attention_2" if installed else "sdpa"
+def config_of(architecture: Architecture) -> Any:
+    """transformers' config of an architecture, with the best attention that is installed."""
+    import transformers
+
+    fields = architecture_to_hf(architecture)
+    (name,) = fields.pop("architectures")
+    config = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))(**fields)
+    config._attn_implementation = attention(architecture)
+    return config
+
+
+def attention(architecture: Architecture) -> dict[str, str]:
+    """The best attention that is installed for the decoder and for the tower, as transformers names it."""
+    if DEVICE.type == "cuda" and importlib.util.find_spec("flash_attn_2_cuda") is not None:
+        return dict.fromkeys(("", "text_config", "vision_config"), "flash_attention_2")
+    # FlashAttention 4's gradients are wrong for heads whose width is not a multiple of 32 (decision 0026).
+    flash = DEVICE.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    tower = "flash_attention_4" if flash and architecture.vision.head_dim % 32 == 0 else "sdpa"
+    decoder = "flash_attention_4" if flash and architecture.language.head_dim <= 128 else "sdpa"
+    return {"": decoder, "text_config": decoder, "vision_config": tower}
 
 
 class PeerStep:
@@ -223,7 +237,7 @@ def time_batches(
     counts = [of_samples(dataset, numbers, flops) for numbers in chosen]
     slots = sum(batch["input_ids"].numel() for batch in batches)
     seconds, losses = timed(step, batches, options)
-    return figures(seconds, counts, slots, losses) | {"batch": count, "attention": attention()}
+    return figures(seconds, counts, slots, losses) | {"batch": count, "attention": attention(architecture)}
 
 
 def grouped(order: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
