@@ -14,6 +14,7 @@ run in one process, one after the other:
   that fits;
 - packs, Liger: the same with Liger's kernels, applied in the same way;
 - NeMo Automodel: its model on the same packs (`nemo_peer.py`), if it is installed;
+- Unsloth: its model on padded batches (`unsloth_peer.py`), in a process without other ways;
 - bundled trainer: its step on the same packs, without multi-token prediction, with the first of --capacity and
   --recompute that fits. Its gradients and optimizer state are fp32.
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib
 import importlib.util
 import itertools
 import json
@@ -61,6 +63,7 @@ from train_peer import (
     time_ours,
     timed,
 )
+from unsloth_peer import unsloth_model
 
 from model.architecture import Architecture
 from model.families import preset, spec_of
@@ -68,7 +71,7 @@ from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
 from vlmdata.integrations.steps import step_loss, step_weight
 from vlmdata.integrations.transformers import packed, token_losses
 
-WAYS = ("padded", "padded, Liger", "packs", "packs, Liger", "NeMo Automodel", "bundled trainer")
+WAYS = ("padded", "padded, Liger", "packs", "packs, Liger", "NeMo Automodel", "bundled trainer", "Unsloth")
 #: Shares of the largest padded batch that are tried.
 SHARES = (1.0, 0.5)
 
@@ -243,10 +246,10 @@ def measure(way: str, name: str, dataset: VlmDataset, options: argparse.Namespac
     emptied()
     if way == "NeMo Automodel":
         return time_packs(NemoStep(nemo_model(architecture)), architecture, dataset, options)
-    model = peer_of(architecture, checkpointing=False)
+    model = unsloth_model(architecture) if way == "Unsloth" else peer_of(architecture, checkpointing=False)
     if "Liger" in way:
         with_liger(model)
-    if way.startswith("padded"):
+    if way.startswith("padded") or way == "Unsloth":
         return time_padded(model, architecture, dataset, options)
     return time_packs(PackStep(model), architecture, dataset, options)
 
@@ -270,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=labelled, action="append", required=True, help="NAME=FOLDER; repeatable")
     parser.add_argument("--presets", nargs="+", default=["2b", "qwen3-vl-2b"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:-1]), help="Unsloth by itself alone")
     parser.add_argument(
         "--capacity", type=int, nargs="+", default=[16384], help="tokens of a pack, the first that fits"
     )
@@ -284,6 +287,10 @@ def main() -> None:
     parser.add_argument("--label", default="", help="of the result files")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
+    if "Unsloth" in options.ways:
+        if len(options.ways) > 1:
+            parser.error("--ways Unsloth goes alone: it changes transformers for all that follows")
+        importlib.import_module("unsloth")  # before transformers
     from model.parallel.environment import before_megatron
 
     before_megatron()
