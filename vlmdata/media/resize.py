@@ -20,6 +20,9 @@ from vlmdata.reasons import Reason
 if TYPE_CHECKING:
     import torch
 
+#: Pixels that are cut into patches at a time.
+_BAND_BYTES = 192 << 10
+
 
 @dataclass(frozen=True)
 class SizeRequest:
@@ -136,23 +139,38 @@ def resize_to_patches(
     if part is not None:
         top, left, height, width = part
         image = image[:, top : top + height, left : left + width]
-    if memory.shape[2] == CHANNELS:
-        return family.patchify(image.contiguous().numpy(), out)
+    pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
     if out is None:
         out = np.empty((height * width // family.patch_size**2, family.patch_bytes), np.uint8)
-    # A pixel is one number, red its lowest byte; conversion to uint8 keeps the lowest. One row of tokens at a time,
-    # which stays in cache.
-    pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy()).view("<u4")[..., 0]
-    band = family.factor
-    shifted = np.empty((band, width), np.uint32)
-    planes = np.empty((CHANNELS, band, width), np.uint8)
-    for rows, patches in zip(pixels.reshape(-1, band, width), np.split(out, height // band), strict=True):
-        planes[0] = rows
-        for channel in range(1, CHANNELS):
-            np.right_shift(rows, 8 * channel, out=shifted)
-            planes[channel] = shifted
-        family.patchify(planes, patches)
+    split = _planes_of_bytes if pixels.shape[2] == CHANNELS else _planes_of_numbers
+    # Some rows of tokens at a time, which stay in cache.
+    rows = family.factor * max(1, _BAND_BYTES // (family.factor * pixels[0].nbytes))
+    for top in range(0, height, rows):
+        band = pixels[top : top + rows]
+        first, last = (at * width // family.patch_size**2 for at in (top, top + len(band)))
+        family.patchify(split(band), out[first:last])
     return out
+
+
+def _planes_of_bytes(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Returns pixels of three bytes, (H, W, 3), as planes, (3, H, W)."""
+    planes = np.empty((CHANNELS, *pixels.shape[:2]), np.uint8)
+    for channel in range(CHANNELS):  # in one assignment, it takes longer
+        planes[channel] = pixels[..., channel]
+    return planes
+
+
+def _planes_of_numbers(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Returns pixels of four bytes, (H, W, 4), as planes of the first three, (3, H, W)."""
+    # A pixel is one number, red its lowest byte; conversion to uint8 keeps the lowest.
+    numbers = pixels.view("<u4")[..., 0]
+    planes = np.empty((CHANNELS, *numbers.shape), np.uint8)
+    planes[0] = numbers
+    shifted = np.empty(numbers.shape, np.uint32)
+    for channel in range(1, CHANNELS):
+        np.right_shift(numbers, 8 * channel, out=shifted)
+        planes[channel] = shifted
+    return planes
 
 
 def _resized(memory: npt.NDArray[np.uint8], height: int, width: int, resample: str) -> torch.Tensor:
