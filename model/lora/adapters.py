@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.lora.sites import LoraSite
+from model.network.grouped import ExpertRows
 from model.network.wrapping import ExpertsWrapper, LinearWrapper
 
 #: An adapter as PEFT has it: input matrix (r, k) and output matrix (n, r); of experts (e, r, k) and (e, n, r).
@@ -143,7 +144,7 @@ class ExpertAdapters(ExpertsWrapper):
         a, b = self.factors(layer)
         if not len(x):
             return out + 0.0 * (a.sum() + b.sum())  # all parameters get a gradient on each rank
-        ends = torch.as_tensor(counts).cumsum(0).to(x.device, torch.int32, non_blocking=True)
+        ends = ExpertRows.of(counts, x.device).ends
         narrow = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
         return torch.add(out, F.grouped_mm(narrow, b.transpose(1, 2), offs=ends), alpha=self.form.scale)
 

@@ -86,11 +86,10 @@ def plan_of(architecture: Architecture, options: LoraOptions, *, mtp: bool, lang
     return Plan(options, chosen(sites_of(maps), options, fixed), maps)
 
 
-def attach(model: nn.Module, plan: Plan, seed: int = 0, *, stack: bool = False) -> list[Adapter]:
+def attach(model: nn.Module, plan: Plan, seed: int = 0) -> list[Adapter]:
     """Gives a rank's part of an unwrapped model its adapters, with initial values, and freezes all other weights.
 
-    The parts that ``plan.options`` trains in full stay trainable. With ``stack``, the weights of grouped experts share
-    one tensor (:func:`model.network.wrapping.wrap_experts`), which fully sharded training would not release.
+    The parts that ``plan.options`` trains in full stay trainable.
 
     Raises:
         LoraError: If a chosen matrix is in a layer that has no place for an adapter.
@@ -108,7 +107,7 @@ def attach(model: nn.Module, plan: Plan, seed: int = 0, *, stack: bool = False) 
             experts.setdefault(name.partition(".experts.")[0] + ".experts", []).append((name, canonical))
         else:
             made.append(_adapt_linear(model, name, canonical, plan))
-    made += [_adapt_experts(model, name, found, plan, stack) for name, found in experts.items()]
+    made += [_adapt_experts(model, name, found, plan) for name, found in experts.items()]
     for adapter in made:
         _initialise(adapter, seed)
     for name, parameter in model.named_parameters():
@@ -163,9 +162,7 @@ def _adapt_linear(model: nn.Module, name: str, canonical: str, plan: Plan) -> Li
     return adapter
 
 
-def _adapt_experts(
-    model: nn.Module, name: str, found: list[tuple[str, str]], plan: Plan, stack: bool
-) -> ExpertAdapters:
+def _adapt_experts(model: nn.Module, name: str, found: list[tuple[str, str]], plan: Plan) -> ExpertAdapters:
     experts = model.get_submodule(name)
     sites, numbers = {}, set()
     for _, canonical in found:
@@ -180,7 +177,7 @@ def _adapt_experts(
             f"{16 // like.itemsize}; choose one, or leave the experts out of lora.targets"
         )
     adapter = ExpertAdapters(sites, plan.form, like, (min(numbers), max(numbers) + 1))
-    wrap_experts(experts, adapter, stack)
+    wrap_experts(experts, adapter)
     return adapter
 
 

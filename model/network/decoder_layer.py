@@ -15,7 +15,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 
 from model.network.attention import KernelSelfAttention, RotatedSelfAttention
+from model.network.dispatch import ExpertsLayer
 from model.network.provider import Provider
 from model.network.router import BalancedRouter
 
@@ -107,7 +108,7 @@ def _experts(config: TransformerConfig, provider: Provider) -> Any:
     shared = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
     has_shared = config.moe_shared_expert_intermediate_size is not None
     return partial(
-        MoELayer,
+        ExpertsLayer,
         submodules=MoESubmodules(
             experts=provider.grouped_mlp_modules(config.moe_grouped_gemm),
             shared_experts=partial(SharedExpertMLP, submodules=shared) if has_shared else None,

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 from model.network.awaited import await_weight
-from model.network.quantized import STACKED, is_quantized, quantizing
+from model.network.grouped import ExpertRows, grouped_product, may_pass_rows, pass_rows, weights_in_line
+from model.network.quantized import quantizing
 from model.network.settings import Storage
 
 #: Name of the submodule of a wrapped layer, or of wrapped experts.
@@ -83,7 +83,7 @@ class ExpertsWrapper(nn.Module, ABC):
     def of_all(self, layer: str, counts: Any, x: Tensor, out: Tensor) -> Tensor:
         """Returns ``out`` (t, n) of all experts' layers for x (t, k), with what is added.
 
-        ``counts`` are numbers of tokens: x has those of the first expert first.
+        ``counts`` are numbers of tokens or :class:`ExpertRows`: x has those of the first expert first.
         """
 
 
@@ -103,12 +103,8 @@ def wrap(layer: WrappableLinear, wrapper: LinearWrapper) -> None:
         setattr(parameter, _SUMMED, partial and group.size() > 1)
 
 
-def wrap_experts(experts: nn.Module, wrapper: ExpertsWrapper, stack: bool = False) -> None:
-    """Gives a set of experts a wrapper. Its parameters get the marks of the experts' own.
-
-    With ``stack``, the frozen weights of grouped layers share one tensor, of which each is a part. Such a layer is one
-    grouped product: Transformer Engine's handles weights one by one, which takes the host longer than the GPU.
-    """
+def wrap_experts(experts: nn.Module, wrapper: ExpertsWrapper) -> None:
+    """Gives a set of experts a wrapper. Its parameters get the marks of the experts' own."""
     layers: Any = experts
     first = next(each for name, each in experts.named_parameters() if not is_of_wrapper(name))
     for parameter in wrapper.parameters():
@@ -121,20 +117,7 @@ def wrap_experts(experts: nn.Module, wrapper: ExpertsWrapper, stack: bool = Fals
             for number, expert in enumerate(layers.local_experts):
                 vars(getattr(expert, name))[_OF_EXPERTS] = (wrapper, name, number)
         else:
-            layer = getattr(layers, name)
-            vars(layer)[_OF_EXPERTS] = (wrapper, name, None)
-            if stack and not (layer.weight0.requires_grad or is_quantized(layer.weight0)):
-                vars(layer)[STACKED] = _stacked(layer)
-
-
-@torch.no_grad()
-def _stacked(layer: Any) -> Tensor:
-    """Moves the weights (n, k) of a grouped layer into one tensor, (experts, n, k), and returns it."""
-    weights = [getattr(layer, f"weight{number}") for number in range(layer.num_gemms)]
-    whole = torch.stack([each.detach() for each in weights])
-    for weight, part in zip(weights, whole, strict=True):
-        weight.data = part
-    return whole
+            vars(getattr(layers, name))[_OF_EXPERTS] = (wrapper, name, None)
 
 
 @torch.no_grad()
@@ -210,13 +193,10 @@ class _WrappableGroup(nn.Module):
 
     def forward(self, x: Tensor, counts: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """See the layer. With a wrapper, adds to its product."""
-        stacked: Tensor | None = vars(self).get(STACKED)
-        config: Any = getattr(self, "config", None)
-        if stacked is not None and x.dtype is stacked.dtype and not (config.fp8 or config.fp4):
-            if not len(x):
-                return _with_experts(self, x, F.linear(x, stacked[0]), counts), None
-            ends = torch.as_tensor(counts).cumsum(0).to(x.device, torch.int32, non_blocking=True)
-            return _with_experts(self, x, F.grouped_mm(x, stacked.transpose(1, 2), offs=ends), counts), None
+        whole = weights_in_line(self, x)
+        if whole is not None:
+            rows = ExpertRows.of(counts, x.device)
+            return _with_experts(self, x, grouped_product(self, x, rows, whole), rows), None
         out, bias = super().forward(x, counts, *args, **kwargs)
         return _with_experts(self, x, out, counts), bias
 
@@ -233,6 +213,13 @@ def _with_experts(layer: nn.Module, x: Tensor, out: Tensor, counts: Any = None) 
 
 class _WrappableExperts(nn.Module):
     """A set of experts with a place for a wrapper; a mixin of :func:`wrappable_experts`."""
+
+    def forward(self, x: Tensor, counts: Tensor, shares: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """See the experts."""
+        if hasattr(self, "local_experts") or not may_pass_rows(self, x):
+            longer: tuple[Tensor, Any] = super().forward(x, counts, shares, *args, **kwargs)
+            return longer
+        return pass_rows(self, x, counts, shares)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -143,7 +143,7 @@ def adapt(config: TrainConfig, architecture: Architecture, model: MegatronModule
     if options.rank is None:
         return None
     plan = plan_of(architecture, options, mtp=mtp, language_only=config.model.language_only)
-    attach(model, plan, config.run.seed, stack=not config.parallel.fsdp)
+    attach(model, plan, config.run.seed)
     if options.weights is not None and not resumed:
         fill(model, read_adapter(Path(options.weights), plan.sites, options))
     return plan

@@ -41,6 +41,7 @@ from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.vision_attention import FlashAttention
 from model.parallel import groups
 from model.weight_names.table import canonical_names, load_from_hf
+from tests.model.gpu_experts import in_the_buffers, products_agree
 from tests.model.gpu_gradients import small_gradients, sums_optimizer
 from tests.model.gpu_kernels import KERNELS
 from tests.model.gpu_lora import adapters_against_torch
@@ -336,6 +337,8 @@ def main() -> int:
     checks: dict[str, Any] = KERNELS | {
         "small gradients": small_gradients,
         "sums optimizer": sums_optimizer,
+        "experts, one product": products_agree,
+        "experts, in the buffers": in_the_buffers,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
         "with torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=True),

@@ -16,6 +16,7 @@ from model.families import spec_of
 from model.lora.adapters import LinearAdapter
 from model.lora.attach import adapters_of, attach, fill, plan_of
 from model.lora.options import LoraOptions
+from model.network.grouped import lay_out_experts
 from model.network.quantized import held_by
 from model.network.settings import ModelSettings, Storage
 from tests.model.helpers import relative, values_of
@@ -28,7 +29,8 @@ OPTIONS = LoraOptions(rank=16, vision="lora", merger="lora")
 def run(model: Any, wanted: Any, packed: PackedBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the adapters by name of the matrix and factor. Frozen weights get none and stay."""
     plan = plan_of(wanted, OPTIONS, mtp=wanted.mtp_layers > 0)
-    attach(model, plan, stack=True)
+    attach(model, plan)
+    lay_out_experts(model)
     fill(model, {name: tuple(_values(name, kind, site) for kind in "ab") for name, site in plan.sites.items()})  # type: ignore[misc]
     frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
     before = {name: [part.clone() for part in held_by(each)] for name, each in frozen.items()}

@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from model.network.grouped import lay_out_experts
 from model.network.wrapping import sum_wrapper_gradients
 from model.parallel.separation import separation
 from model.training.optimizer.compact_adam import CompactAdamW
@@ -89,6 +90,7 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
             "optimizer.distributed needs CUDA: megatron-core restores its state only with fused Adam. Omit it."
         )
     gather = overlap and distributed
+    lay_out_experts(model)
     wrapped = GradientBuffers(
         model.config,
         DistributedDataParallelConfig(

@@ -29,6 +29,8 @@ CALLS = [
         "residual_norm:with_frozen_inputs",
         "residual_norm:in_the_stream",
         "residual_norm:in_the_tower",
+        "expert_gradients:interpreted",
+        "expert_gradients:in_the_layer",
     )
 ]
 

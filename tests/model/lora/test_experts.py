@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core")
 
 from model.lora.adapters import AdapterForm, ExpertAdapters
 from model.lora.sites import LoraSite
+from model.network.grouped import lay_out_experts
 from model.network.wrapping import wrap_experts, wrappable_group
 from tests.model.helpers import relative
 
@@ -45,7 +46,9 @@ def made(stack: bool) -> tuple[Any, ExpertAdapters]:
     )
     for parameter in adapter.parameters():
         nn.init.normal_(parameter)
-    wrap_experts(experts, adapter, stack)
+    wrap_experts(experts, adapter)
+    if stack:
+        lay_out_experts(experts)
     return experts, adapter
 
 

@@ -1,0 +1,26 @@
+"""Sorting tokens by expert where a rank holds all experts, without the host waiting for the numbers of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+
+class ExpertsLayer(MoELayer):
+    """megatron-core's, which sends and sorts tokens; the dispatcher "alltoall" leaves their numbers on the device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            self.token_dispatcher.__class__ = _StayingDispatcher
+
+
+class _StayingDispatcher(MoEAlltoAllTokenDispatcher):
+    """For one rank, where nothing is sent and each token has as many rows as experts, so that all shapes are known."""
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        """Leaves the numbers of tokens where they are. megatron-core copies them to the host and waits."""
+        return tokens_per_expert

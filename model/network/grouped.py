@@ -1,0 +1,195 @@
+"""Products of all experts of a layer in one kernel, which needs their weights at equal distances in memory.
+
+Transformer Engine's grouped layer multiplies expert by expert, which takes the host longer than the GPU (its one kernel
+for all needs cuBLAS 13.4 on Hopper). :func:`lay_out_experts` puts the weights of each layer in line, in the order of
+the experts, and keeps them there in megatron-core's buffers. Where they are elsewhere, or quantised to FP8, layers call
+Transformer Engine (docs/decisions/0117).
+
+Shapes: rows R (a token for each expert that it is sent to), experts E, input width k, output width n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from torch import Tensor, nn
+
+from model.network.quantized import STACKED, is_quantized
+
+#: Attribute of a layer whose weights are in line: a :class:`_Line`.
+_LINE = "_weights_in_line"
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Where each expert's rows end, int32 (E,), on the device: the number of rows up to and with its own."""
+
+    ends: Tensor
+
+    @classmethod
+    def of(cls, counts: Any, device: torch.device) -> ExpertRows:
+        """From numbers of rows: a tensor, a list, or an instance, which stays."""
+        if isinstance(counts, ExpertRows):
+            return counts
+        return cls(torch.as_tensor(counts).cumsum(0).to(device, torch.int32, non_blocking=True))
+
+
+@dataclass
+class _Line:
+    """The weights of a layer, and what was found out about them."""
+
+    weights: tuple[Any, ...]
+    known: tuple[int, ...] = ()  # addresses for which the rest holds
+    whole: Tensor | None = None  # all weights, (E, n, k), or None if they are not in line
+    places: Tensor | None = None  # addresses of their gradients, int64 (E,), on the device
+
+    def look(self) -> None:
+        """Finds weights and gradients again if they have moved."""
+        ends = (self.weights[0], self.weights[-1])
+        gradients = [getattr(each, "main_grad", None) for each in ends]
+        known = tuple(0 if each is None else each.data_ptr() for each in (*ends, *gradients))
+        if known == self.known:
+            return
+        self.known, self.whole, self.places = known, _in_line([each.detach() for each in self.weights]), None
+        if gradients[0] is not None:
+            found = [each.main_grad for each in self.weights]
+            if all(each.dtype is torch.float32 and each.is_contiguous() for each in found):
+                self.places = torch.tensor([each.data_ptr() for each in found], device=ends[0].device)
+
+
+def _in_line(weights: list[Tensor]) -> Tensor | None:
+    """Returns weights (n, k) as a view (E, n, k), or None if they are not at equal distances in one memory."""
+    first = weights[0]
+    size, starts = first.element_size(), [each.data_ptr() for each in weights]
+    steps = {after - before for before, after in zip(starts, starts[1:], strict=False)} or {first.numel() * size}
+    memories = {each.untyped_storage().data_ptr() for each in weights}
+    step = steps.pop()
+    aligned = step % 16 == 0 and first.data_ptr() % 16 == 0 and first.stride(0) * size % 16 == 0
+    if steps or step < first.numel() * size or len(memories) > 1 or not aligned or not first.is_contiguous():
+        return None
+    return first.as_strided((len(weights), *first.shape), (step // size, *first.stride()))
+
+
+@torch.no_grad()
+def lay_out_experts(model: nn.Module) -> None:
+    """Puts the weights of each grouped layer of experts in line. Call it before the gradient buffers are made.
+
+    Buffers take parameters in the opposite order, so a layer's parameters get that order, too. Fully sharded training
+    moves weights itself: do not call it there.
+    """
+    for layer in _grouped_layers(model):
+        weights = tuple(getattr(layer, f"weight{number}") for number in range(layer.num_gemms))
+        if weights[0].is_meta or is_quantized(weights[0]):
+            continue
+        whole = torch.stack([each.detach() for each in weights])
+        for weight, part in zip(weights, whole, strict=True):
+            weight.data = part
+        for number in reversed(range(len(weights))):
+            layer._parameters[f"weight{number}"] = layer._parameters.pop(f"weight{number}")
+        vars(layer)[_LINE] = _Line(weights)
+
+
+def _grouped_layers(model: nn.Module) -> Iterator[Any]:
+    return (each for each in model.modules() if hasattr(each, "num_gemms") and hasattr(each, "weight0"))
+
+
+def weights_in_line(layer: Any, x: Tensor) -> Tensor | None:
+    """Returns a layer's weights, (E, n, k), if one product with x (R, k) suits, else None."""
+    config = layer.config
+    if config.fp8 or config.fp4:
+        return None
+    whole: Tensor | None = vars(layer).get(STACKED)  # quantised weights have their values for this call
+    line: _Line | None = vars(layer).get(_LINE)
+    if whole is None and line is not None:
+        line.look()
+        trained = line.weights[0].requires_grad
+        whole = None if trained and not (layer.fuse_wgrad_accumulation and line.places is not None) else line.whole
+    return whole if whole is not None and x.dtype is whole.dtype else None
+
+
+def grouped_product(layer: Any, x: Tensor, rows: ExpertRows, whole: Tensor) -> Tensor:
+    """Returns the products of each expert's rows of x (R, k) with its weight, (R, n).
+
+    Gradients of trained weights are added to their ``main_grad``.
+    """
+    line: _Line | None = vars(layer).get(_LINE)
+    if line is None or not line.weights[0].requires_grad or not torch.is_grad_enabled():
+        return _product(x, rows, whole)
+    out: Tensor = _TrainedProduct.apply(x, rows, whole, line.places, _accumulates(layer), *line.weights)
+    return out
+
+
+def _product(x: Tensor, rows: ExpertRows, whole: Tensor) -> Tensor:
+    if not len(x):
+        return F.linear(x, whole[0])
+    return F.grouped_mm(x, whole.transpose(1, 2), offs=rows.ends)
+
+
+def _accumulates(layer: Any) -> bool:
+    """Whether gradients add to what is there, as for Transformer Engine's layers: not in a step's first pass."""
+    is_first = layer.is_first_microbatch
+    if is_first:
+        layer.is_first_microbatch = False
+    return not is_first or layer.disable_parameter_transpose_cache
+
+
+class _TrainedProduct(torch.autograd.Function):
+    """Products of x (R, k) with the experts' weights, whose gradients go to ``main_grad``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows: ExpertRows, whole: Tensor, places: Tensor, accumulate: bool, *weights: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, whole)
+        ctx.rows, ctx.places, ctx.accumulate, ctx.weights = rows, places, accumulate, weights
+        return _product(x, rows, whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from model.kernels.expert_gradients import add_weight_gradients  # Triton is only available with CUDA
+
+        x, whole = ctx.saved_tensors
+        d = grads[0].contiguous()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = F.grouped_mm(d, whole, offs=ctx.rows.ends) if len(d) else torch.zeros_like(x)
+        add_weight_gradients(x.contiguous(), d, ctx.rows.ends, ctx.places, ctx.accumulate)
+        return dx, None, None, None, None, *_placeholders(ctx.weights)
+
+
+def _placeholders(weights: tuple[Any, ...]) -> Iterator[Tensor | None]:
+    """megatron-core's hooks expect gradients: a tensor without meaning stands for each."""
+    empty: Tensor | None = None
+    for weight in weights:
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            yield None
+            continue
+        weight.grad_added_to_main_grad = True
+        if getattr(weight, "zero_out_wgrad", False):
+            yield torch.zeros_like(weight)
+            continue
+        empty = torch.empty_like(weight) if empty is None else empty
+        yield empty.detach()  # autograd copies a tensor that has other owners
+
+
+def may_pass_rows(experts: Any, x: Tensor) -> bool:
+    """Whether both layers of a set of experts take one product, and nothing else is done between them but SwiGLU."""
+    config = experts.config
+    plain = config.bias_activation_fusion and config.gated_linear_unit and config.activation_func is F.silu
+    plain = plain and not (experts.activation_recompute or config.moe_apply_probs_on_input or config.add_bias_linear)
+    offloads = experts.offload_expert_fc1 or experts.offload_moe_act or config.use_te_activation_func
+    layers = (experts.linear_fc1, experts.linear_fc2)
+    return plain and not offloads and all(weights_in_line(each, x) is not None for each in layers)
+
+
+def pass_rows(experts: Any, x: Tensor, counts: Any, shares: Tensor) -> tuple[Tensor, None]:
+    """Maps rows (R, k) through their experts, weighted by shares (R,). The host does not wait for ``counts``."""
+    rows = ExpertRows.of(counts, x.device)
+    hidden, _ = experts.linear_fc1(x, rows)
+    out, _ = experts.linear_fc2(weighted_bias_swiglu_impl(hidden, None, shares.unsqueeze(-1)), rows)
+    return out, None

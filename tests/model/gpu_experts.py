@@ -1,0 +1,106 @@
+"""Checks of all experts' products in one on CUDA, for ``python -m tests.model.gpu_checks``.
+
+Transformer Engine's products of single experts and torch in float64 judge them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from model.network.grouped import lay_out_experts, weights_in_line
+from model.network.provider import transformer_engine_provider
+from tests.model.helpers import relative
+from tests.model.training.optimizer.two_passes import learner
+
+CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def products_agree() -> None:
+    """Outputs and gradients of a layer, of a first pass and of a later one, beside Transformer Engine's."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear
+
+    for experts, k, n, most in ((4, 128, 256, 9), (16, 2048, 1024, 300), (8, 72, 200, 1000)):
+        generator = torch.Generator().manual_seed(experts)
+        counts = torch.randint(0, most, (experts,), generator=generator)
+        counts[1] = counts[-1] = 0
+        layer = _layer(experts, k, n)
+        x = torch.randn(int(counts.sum()), k, device=CUDA).bfloat16()
+        lay_out_experts(layer)
+        for first in (True, False):
+            ours = _results(layer, layer, x, counts, first)
+            theirs = _results(layer, TEColumnParallelGroupedLinear.forward, x, counts.tolist(), first)
+            exact = _exact(layer, x, counts, first)
+            for name, wanted in exact.items():
+                found, other = relative(ours[name].double(), wanted), relative(theirs[name].double(), wanted)
+                print(f"  {experts} experts, {k} to {n}, first {first}, {name}: {found:.1e}, one by one {other:.1e}")
+                assert found <= max(1.5 * other, 1e-6), name
+        assert weights_in_line(layer, x) is not None
+        for number in range(experts):
+            getattr(layer, f"weight{number}").data = getattr(layer, f"weight{number}").detach().clone()
+        assert weights_in_line(layer, x) is None
+
+
+def in_the_buffers() -> None:
+    """Weights are in line in the buffers of either optimizer, and experts without tokens have no gradient."""
+    for distributed in (False, True):
+        made = learner(1.0, torch.bfloat16, distributed, False, True)
+        layers = [each for each in made.model[0].modules() if hasattr(each, "num_gemms")]
+        assert layers
+        for layer in layers:
+            x = torch.zeros(1, layer.in_features, device=CUDA, dtype=torch.bfloat16)
+            assert weights_in_line(layer, x) is not None, f"distributed {distributed}"
+
+
+def _layer(experts: int, k: int, n: int) -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from model.families.qwen3_5.build import language_config
+    from model.network.settings import ModelSettings
+    from tests.model.gpu_checks import architecture
+
+    config = language_config(architecture(True), ModelSettings(backend="transformer_engine", precision="bf16"))
+    (submodules,) = [transformer_engine_provider("flash-linear-attention").grouped_mlp_modules(True).keywords["submodules"]]
+    layer = submodules.linear_fc1(
+        experts, k, n, config=config, init_method=config.init_method, bias=False, skip_bias_add=False, is_expert=True,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )  # fmt: skip
+    layer.fuse_wgrad_accumulation = True
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+        parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+    return layer.to(CUDA)
+
+
+def _weights(layer: Any) -> list[Any]:
+    return [getattr(layer, f"weight{number}") for number in range(layer.num_gemms)]
+
+
+def _pull(rows: int, n: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, rows * n, device=CUDA).bfloat16().view(n, rows).T  # not contiguous
+
+
+def _results(layer: Any, forward: Any, x: torch.Tensor, counts: Any, first: bool) -> dict[str, torch.Tensor]:
+    layer.zero_grad()
+    layer.is_first_microbatch = first
+    for each in _weights(layer):
+        each.main_grad.fill_(0.5)
+    x = x.detach().clone().requires_grad_()
+    out = (forward(x, counts) if forward is layer else forward(layer, x, counts))[0]
+    out.backward(_pull(*out.shape))
+    assert all(each.grad_added_to_main_grad and each.grad is not None for each in _weights(layer))
+    return {"out": out, "x": x.grad, "weights": torch.stack([each.main_grad.clone() for each in _weights(layer)])}  # type: ignore[dict-item]
+
+
+def _exact(layer: Any, x: torch.Tensor, counts: torch.Tensor, first: bool) -> dict[str, torch.Tensor]:
+    weights = [each.detach().double() for each in _weights(layer)]
+    parts = x.double().split(counts.tolist())
+    pulls = _pull(len(x), len(weights[0])).double().split(counts.tolist())
+    return {
+        "out": torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)]),
+        "x": torch.cat([pull @ weight for pull, weight in zip(pulls, weights, strict=True)]),
+        "weights": torch.stack([pull.T @ part for part, pull in zip(parts, pulls, strict=True)]) + 0.5 * (not first),
+    }
