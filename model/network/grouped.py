@@ -10,6 +10,7 @@ Shapes: rows R (a token for each expert that it is sent to), experts E, input wi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ def _in_line(weights: list[Tensor]) -> Tensor | None:
     """Returns weights (n, k) as a view (E, n, k), or None if they are not at equal distances in one memory."""
     first = weights[0]
     size, starts = first.element_size(), [each.data_ptr() for each in weights]
-    steps = {after - before for before, after in zip(starts, starts[1:], strict=False)} or {first.numel() * size}
+    steps = {after - before for before, after in itertools.pairwise(starts)} or {first.numel() * size}
     memories = {each.untyped_storage().data_ptr() for each in weights}
     step = steps.pop()
     aligned = step % 16 == 0 and first.data_ptr() % 16 == 0 and first.stride(0) * size % 16 == 0

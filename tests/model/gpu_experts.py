@@ -62,8 +62,8 @@ def _layer(experts: int, k: int, n: int) -> Any:
     from tests.model.gpu_checks import architecture
 
     config = language_config(architecture(True), ModelSettings(backend="transformer_engine", precision="bf16"))
-    (submodules,) = [transformer_engine_provider("flash-linear-attention").grouped_mlp_modules(True).keywords["submodules"]]
-    layer = submodules.linear_fc1(
+    experts_of = transformer_engine_provider("flash-linear-attention").grouped_mlp_modules(True)
+    layer = experts_of.keywords["submodules"].linear_fc1(
         experts, k, n, config=config, init_method=config.init_method, bias=False, skip_bias_add=False, is_expert=True,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )  # fmt: skip
