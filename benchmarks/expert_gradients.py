@@ -20,11 +20,13 @@ from model.kernels.expert_gradients import TILING, ProductTiling, add_weight_gra
 
 TILINGS = [
     TILING,
-    ProductTiling(128, 128, 64, 4, 3),
-    ProductTiling(128, 128, 64, 8, 4),
-    ProductTiling(128, 256, 64, 8, 4),
-    ProductTiling(256, 128, 64, 8, 3),
-    ProductTiling(128, 128, 32, 4, 4),
+    ProductTiling(128, 128, 64, 8, 3),
+    ProductTiling(128, 128, 128, 8, 2),
+    ProductTiling(128, 128, 32, 8, 5),
+    ProductTiling(64, 128, 64, 4, 4),
+    ProductTiling(128, 64, 64, 4, 4),
+    ProductTiling(64, 256, 64, 8, 4),
+    ProductTiling(128, 256, 64, 8, 3),
 ]
 
 
