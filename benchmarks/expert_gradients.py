@@ -51,9 +51,12 @@ def ways(rows: int, experts: int, n: int, k: int) -> dict[str, Callable[[], obje
         )  # fmt: skip
 
     found: dict[str, Callable[[], object]] = {
-        f"one kernel, {tuple(tiling)}": lambda tiling=tiling: add_weight_gradients(x, d, ends, places, True, tiling)  # type: ignore[misc]
+        f"one kernel, {tuple(tiling)}": lambda tiling=tiling: add_weight_gradients(
+            x, d, ends, places, True, tiling, aligned=True
+        )  # type: ignore[misc]
         for tiling in TILINGS
     }
+    found["one kernel, not aligned"] = lambda: add_weight_gradients(x, d, ends, places, True)
     found["torch, then a sum"] = lambda: whole.add_(F.grouped_mm(d.T, x, offs=ends))
     found["Transformer Engine, one by one"] = one_by_one
     return found

@@ -129,7 +129,7 @@ def profiled(name: str, run: Callable[[], float], options: argparse.Namespace) -
     found = profile.key_averages()
     if options.profile:
         order = "self_cuda_time_total" if DEVICE.type == "cuda" else "self_cpu_time_total"
-        rows = found.table(sort_by=order, row_limit=25, max_name_column_width=90)
+        rows = found.table(sort_by=order, row_limit=70, max_name_column_width=90)
         (options.out / f"expert-layers-{name}.txt").write_text(rows)
     on_device = (each for each in found if each.device_type == torch.autograd.DeviceType.CUDA)
     return float(sum(each.self_device_time_total for each in on_device if "Buffer" not in each.key)) / 1e6

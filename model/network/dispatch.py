@@ -21,6 +21,17 @@ class ExpertsLayer(MoELayer):
 class _StayingDispatcher(MoEAlltoAllTokenDispatcher):
     """For one rank, where nothing is sent and each token has as many rows as experts, so that all shapes are known."""
 
+    tokens_per_expert: Any
+
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
         """Leaves the numbers of tokens where they are. megatron-core copies them to the host and waits."""
         return tokens_per_expert
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Any, Tensor]:
+        """Returns what it is given, and numbers of tokens: one rank's rows are in the order of its experts."""
+        counts, self.tokens_per_expert = self.tokens_per_expert, None
+        return global_input_tokens, counts, global_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Returns what it is given."""
+        return hidden_states

@@ -24,6 +24,9 @@ from model.network.quantized import STACKED, is_quantized
 
 #: Attribute of a layer whose weights are in line: a :class:`_Line`.
 _LINE = "_weights_in_line"
+#: Attribute of a layer's first weight: the other weights, whose gradients are complete when its own is. Autograd knows
+#: the first only, since hooks of hundreds of weights take the host longer than the GPU takes for the layer.
+COMPANIONS = "companions"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class _Line:
     known: tuple[int, ...] = ()  # addresses for which the rest holds
     whole: Tensor | None = None  # all weights, (E, n, k), or None if they are not in line
     places: Tensor | None = None  # addresses of their gradients, int64 (E,), on the device
+    aligned: bool = False  # whether these are multiples of 16
 
     def look(self) -> None:
         """Finds weights and gradients again if they have moved."""
@@ -60,7 +64,9 @@ class _Line:
         if gradients[0] is not None:
             found = [each.main_grad for each in self.weights]
             if all(each.dtype is torch.float32 and each.is_contiguous() for each in found):
-                self.places = torch.tensor([each.data_ptr() for each in found], device=ends[0].device)
+                addresses = [each.data_ptr() for each in found]
+                self.places = torch.tensor(addresses, device=ends[0].device)
+                self.aligned = not any(each % 16 for each in addresses)
 
 
 def _in_line(weights: list[Tensor]) -> Tensor | None:
@@ -93,6 +99,7 @@ def lay_out_experts(model: nn.Module) -> None:
         for number in reversed(range(len(weights))):
             layer._parameters[f"weight{number}"] = layer._parameters.pop(f"weight{number}")
         vars(layer)[_LINE] = _Line(weights)
+        setattr(weights[0], COMPANIONS, weights[1:])
 
 
 def _grouped_layers(model: nn.Module) -> Iterator[Any]:
@@ -121,7 +128,7 @@ def grouped_product(layer: Any, x: Tensor, rows: ExpertRows, whole: Tensor) -> T
     line: _Line | None = vars(layer).get(_LINE)
     if line is None or not line.weights[0].requires_grad or not torch.is_grad_enabled():
         return _product(x, rows, whole)
-    out: Tensor = _TrainedProduct.apply(x, rows, whole, line.places, _accumulates(layer), *line.weights)
+    out: Tensor = _TrainedProduct.apply(x, line.weights[0], rows, whole, line, _accumulates(layer))
     return out
 
 
@@ -144,10 +151,10 @@ class _TrainedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: ExpertRows, whole: Tensor, places: Tensor, accumulate: bool, *weights: Tensor
+        ctx: Any, x: Tensor, first: Any, rows: ExpertRows, whole: Tensor, line: _Line, accumulate: bool
     ) -> Tensor:
         ctx.save_for_backward(x, whole)
-        ctx.rows, ctx.places, ctx.accumulate, ctx.weights = rows, places, accumulate, weights
+        ctx.first, ctx.rows, ctx.line, ctx.accumulate = first, rows, line, accumulate
         return _product(x, rows, whole)
 
     @staticmethod
@@ -155,27 +162,14 @@ class _TrainedProduct(torch.autograd.Function):
         from model.kernels.expert_gradients import add_weight_gradients  # Triton is only available with CUDA
 
         x, whole = ctx.saved_tensors
-        d = grads[0].contiguous()
+        d, ends, line = grads[0].contiguous(), ctx.rows.ends, ctx.line
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = F.grouped_mm(d, whole, offs=ctx.rows.ends) if len(d) else torch.zeros_like(x)
-        add_weight_gradients(x.contiguous(), d, ctx.rows.ends, ctx.places, ctx.accumulate)
-        return dx, None, None, None, None, *_placeholders(ctx.weights)
-
-
-def _placeholders(weights: tuple[Any, ...]) -> Iterator[Tensor | None]:
-    """megatron-core's hooks expect gradients: a tensor without meaning stands for each."""
-    empty: Tensor | None = None
-    for weight in weights:
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            yield None
-            continue
-        weight.grad_added_to_main_grad = True
-        if getattr(weight, "zero_out_wgrad", False):
-            yield torch.zeros_like(weight)
-            continue
-        empty = torch.empty_like(weight) if empty is None else empty
-        yield empty.detach()  # autograd copies a tensor that has other owners
+            dx = F.grouped_mm(d, whole, offs=ends) if len(d) else torch.zeros_like(x)
+        add_weight_gradients(x.contiguous(), d, ends, line.places, ctx.accumulate, aligned=line.aligned)
+        # megatron-core's hook expects a gradient: a tensor without meaning.
+        ctx.first.grad_added_to_main_grad = True
+        return dx, torch.empty_like(ctx.first), None, None, None, None
 
 
 def may_pass_rows(experts: Any, x: Tensor) -> bool:

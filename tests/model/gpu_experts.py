@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from model.network.grouped import lay_out_experts, weights_in_line
+from model.network.grouped import COMPANIONS, lay_out_experts, weights_in_line
 from model.network.provider import transformer_engine_provider
 from tests.model.helpers import relative
-from tests.model.training.optimizer.two_passes import learner
 
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -44,14 +43,55 @@ def products_agree() -> None:
 
 
 def in_the_buffers() -> None:
-    """Weights are in line in the buffers of either optimizer, and experts without tokens have no gradient."""
-    for distributed in (False, True):
-        made = learner(1.0, torch.bfloat16, distributed, False, True)
-        layers = [each for each in made.model[0].modules() if hasattr(each, "num_gemms")]
-        assert layers
-        for layer in layers:
+    """Weights are in line in the buffers of either optimizer, and steps have Transformer Engine's gradients."""
+    for distributed, overlap in ((False, False), (True, False), (True, True)):
+        made = [_learner(distributed, overlap) for _ in range(2)]
+        for layer in _grouped(made[0]):
             x = torch.zeros(1, layer.in_features, device=CUDA, dtype=torch.bfloat16)
             assert weights_in_line(layer, x) is not None, f"distributed {distributed}"
+        for layer in _grouped(made[1]):
+            del vars(layer)["_weights_in_line"]  # it multiplies one by one
+            delattr(layer.weight0, COMPANIONS)
+        for step in range(3):
+            norms = [_step(each, step) for each in made]
+            print(f"  distributed {distributed}, overlap {overlap}, step {step}: gradient norms {norms}")
+            assert abs(norms[0] / norms[1] - 1) < 1e-2
+
+
+def _learner(distributed: bool, overlap: bool) -> Any:
+    from model.families.qwen3_5.build import build_model
+    from model.network.settings import ModelSettings
+    from model.parallel.groups import seed_all
+    from model.training.optimizer.learner import build_learner
+    from model.training.settings.config_loading import load_config
+    from tests.model.gpu_checks import architecture
+
+    seed_all(5)
+    settings = ModelSettings(
+        backend="transformer_engine", precision="bf16", fused_cross_entropy=True, gradient_accumulation_fusion=True
+    )
+    given = [f"optimizer.distributed={str(distributed).lower()}", f"optimizer.overlap={str(overlap).lower()}"]
+    model = build_model(architecture(True), settings).to(CUDA)
+    return build_learner(model, load_config(None, given), CUDA, torch.bfloat16)
+
+
+def _grouped(made: Any) -> list[Any]:
+    found = [each for each in made.model[0].modules() if hasattr(each, "num_gemms")]
+    assert found
+    return found
+
+
+def _step(made: Any, seed: int) -> float:
+    """Two passes and an update; the norm of the gradients."""
+    from model.training.step import run_passes
+    from tests.model.gpu_checks import batch
+
+    (chunk,) = made.model
+    chunk.zero_grad_buffer()
+    packs = [batch(True).to(CUDA) for _ in range(2)]
+    capacity = max(len(each.input_ids) for each in packs)
+    run_passes(made, None, iter(packs), (), len(packs), capacity)
+    return float(made.optimizer.step(torch.tensor(10.0 + seed, dtype=torch.float64, device=CUDA)))
 
 
 def _layer(experts: int, k: int, n: int) -> Any:
@@ -91,7 +131,8 @@ def _results(layer: Any, forward: Any, x: torch.Tensor, counts: Any, first: bool
     x = x.detach().clone().requires_grad_()
     out = (forward(x, counts) if forward is layer else forward(layer, x, counts))[0]
     out.backward(_pull(*out.shape))
-    assert all(each.grad_added_to_main_grad and each.grad is not None for each in _weights(layer))
+    assert layer.weight0.grad_added_to_main_grad
+    assert layer.weight0.grad is not None
     return {"out": out, "x": x.grad, "weights": torch.stack([each.main_grad.clone() for each in _weights(layer)])}  # type: ignore[dict-item]
 
 

