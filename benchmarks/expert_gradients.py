@@ -24,7 +24,7 @@ TILINGS = [
     ProductTiling(128, 128, 128, 8, 2),
     ProductTiling(128, 128, 32, 8, 5),
     ProductTiling(64, 128, 64, 4, 4),
-    ProductTiling(128, 64, 64, 4, 4),
+    ProductTiling(128, 128, 64, 8, 4),
     ProductTiling(64, 256, 64, 8, 4),
     ProductTiling(128, 256, 64, 8, 3),
 ]
@@ -56,7 +56,6 @@ def ways(rows: int, experts: int, n: int, k: int) -> dict[str, Callable[[], obje
         )  # type: ignore[misc]
         for tiling in TILINGS
     }
-    found["one kernel, not aligned"] = lambda: add_weight_gradients(x, d, ends, places, True)
     found["torch, then a sum"] = lambda: whole.add_(F.grouped_mm(d.T, x, offs=ends))
     found["Transformer Engine, one by one"] = one_by_one
     return found

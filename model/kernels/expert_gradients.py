@@ -27,18 +27,11 @@ class ProductTiling(NamedTuple):
 
 
 #: The fastest of ``benchmarks/expert_gradients.py`` on an H200.
-TILING = ProductTiling(128, 128, 64, 8, 4)
+TILING = ProductTiling(128, 64, 64, 4, 4)
 
 
 def add_weight_gradients(
-    x: Tensor,
-    d: Tensor,
-    ends: Tensor,
-    places: Tensor,
-    accumulate: bool,
-    tiling: ProductTiling = TILING,
-    *,
-    aligned: bool = False,
+    x: Tensor, d: Tensor, ends: Tensor, places: Tensor, accumulate: bool, tiling: ProductTiling = TILING
 ) -> None:
     """Computes ``d.T @ x`` of each expert's rows, and adds it to the expert's gradient, or sets it.
 
@@ -49,13 +42,12 @@ def add_weight_gradients(
         places: Addresses of the gradients, int64 (E,): each is float32 (n, k), contiguous.
         accumulate: Whether to add.
         tiling: See the class.
-        aligned: Whether all addresses are multiples of 16, so that more bytes are read and written at a time.
     """
     n, k = d.shape[1], x.shape[1]
     across, down = triton.cdiv(k, tiling.width), triton.cdiv(n, tiling.height)
     with torch.cuda.device_of(x):
         _add_products[(across * down, len(ends))](
-            x, d, ends, places, k=k, n=n, accumulate=accumulate, aligned=aligned,
+            x, d, ends, places, k=k, n=n, accumulate=accumulate,
             height=tiling.height, width=tiling.width, block=tiling.rows,
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
@@ -63,7 +55,7 @@ def add_weight_gradients(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_products(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
-    x, d, ends, places, k: tl.constexpr, n: tl.constexpr, accumulate: tl.constexpr, aligned: tl.constexpr,
+    x, d, ends, places, k: tl.constexpr, n: tl.constexpr, accumulate: tl.constexpr,
     height: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Processes a tile of an expert's gradient. Programs of an expert follow each other and share what they read."""
@@ -84,10 +76,7 @@ def _add_products(  # type: ignore[no-untyped-def]  # Triton compiles it; its ar
         pull = tl.load(d + row * n + down_here[None, :], mask=within & below[None, :], other=0)
         given = tl.load(x + row * k + across_here[None, :], mask=within & beside[None, :], other=0)
         sums = tl.dot(tl.trans(pull), given, sums)
-    address = tl.load(places + expert)
-    if aligned:
-        address = tl.multiple_of(address, 16)
-    place = address.to(tl.pointer_type(tl.float32))
+    place = tl.load(places + expert).to(tl.pointer_type(tl.float32))
     place += down_here.to(tl.int64)[:, None] * k + across_here[None, :]
     mask = below[:, None] & beside[None, :]
     if accumulate:

@@ -51,7 +51,6 @@ class _Line:
     known: tuple[int, ...] = ()  # addresses for which the rest holds
     whole: Tensor | None = None  # all weights, (E, n, k), or None if they are not in line
     places: Tensor | None = None  # addresses of their gradients, int64 (E,), on the device
-    aligned: bool = False  # whether these are multiples of 16
 
     def look(self) -> None:
         """Finds weights and gradients again if they have moved."""
@@ -64,9 +63,7 @@ class _Line:
         if gradients[0] is not None:
             found = [each.main_grad for each in self.weights]
             if all(each.dtype is torch.float32 and each.is_contiguous() for each in found):
-                addresses = [each.data_ptr() for each in found]
-                self.places = torch.tensor(addresses, device=ends[0].device)
-                self.aligned = not any(each % 16 for each in addresses)
+                self.places = torch.tensor([each.data_ptr() for each in found], device=ends[0].device)
 
 
 def _in_line(weights: list[Tensor]) -> Tensor | None:
@@ -166,7 +163,7 @@ class _TrainedProduct(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = F.grouped_mm(d, whole, offs=ends) if len(d) else torch.zeros_like(x)
-        add_weight_gradients(x.contiguous(), d, ends, line.places, ctx.accumulate, aligned=line.aligned)
+        add_weight_gradients(x.contiguous(), d, ends, line.places, ctx.accumulate)
         # megatron-core's hook expects a gradient: a tensor without meaning.
         ctx.first.grad_added_to_main_grad = True
         return dx, torch.empty_like(ctx.first), None, None, None, None

@@ -128,6 +128,7 @@ def _moe_options(architecture: Architecture, settings: ModelSettings) -> dict[st
         "moe_aux_loss_coeff": aux,
         "moe_grouped_gemm": engine,
         "moe_permute_fusion": engine,
+        "moe_router_fusion": engine,
         # Where nothing is sent, this dispatcher does not wait for the numbers of tokens (ExpertsLayer).
         "moe_token_dispatcher_type": "alltoall" if engine and alone else "allgather",
     }
