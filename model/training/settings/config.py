@@ -176,7 +176,7 @@ class OptimizerConfig:
         eps: Adam's epsilon.
         clip_grad: Largest gradient norm; 0 disables clipping.
         distributed: Split the optimizer state over data-parallel ranks; unset means only with CUDA.
-        overlap: Reduce gradients during the backward pass; unset means only with CUDA.
+        overlap: Reduce gradients during the backward pass; unset means only with CUDA and several replicas.
         moments: Type of Adam's moments, "fp32" or "bf16"; the latter needs ``parallel.fsdp``.
         offload: Keep Adam's moments in host memory, with ``parallel.fsdp``.
     """
