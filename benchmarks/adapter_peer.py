@@ -287,13 +287,13 @@ def main() -> None:
     parser.add_argument("--label", default="", help="of the result files")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
-    if "Unsloth" in options.ways:
-        if len(options.ways) > 1:
-            parser.error("--ways Unsloth goes alone: it changes transformers for all that follows")
-        importlib.import_module("unsloth")  # before transformers
+    if "Unsloth" in options.ways and len(options.ways) > 1:
+        parser.error("--ways Unsloth goes alone: it changes transformers for all that follows")
     from model.parallel.environment import before_megatron
 
     before_megatron()
+    if "Unsloth" in options.ways:
+        importlib.import_module("unsloth")  # after torch's cuDNN, before transformers
 
     import transformers
 

@@ -36,6 +36,8 @@ def nemo_model(architecture: Architecture) -> torch.nn.Module:
             if config.model_type == "qwen3_5":
                 model = Qwen3_5ForConditionalGeneration(config, num_nextn_predict_layers=0)
                 model.initialize_weights(DEVICE, DTYPE)
+                # It draws embeddings, which are tied, with a deviation of 1: the first loss would be above 200.
+                torch.nn.init.normal_(model.get_input_embeddings().weight, std=config.text_config.initializer_range)
             else:
                 model = Qwen3VLForConditionalGeneration(config).to(DTYPE)
     finally:
