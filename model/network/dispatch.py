@@ -10,12 +10,14 @@ from torch import Tensor
 
 
 class ExpertsLayer(MoELayer):
-    """megatron-core's, which sends and sorts tokens; the dispatcher "alltoall" leaves their numbers on the device."""
+    """megatron-core's, which sends and sorts tokens. A rank that has all experts does neither."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
-            self.token_dispatcher.__class__ = _StayingDispatcher
+        dispatcher: Any = self.token_dispatcher
+        assert type(dispatcher) is MoEAlltoAllTokenDispatcher
+        if dispatcher.ep_size == dispatcher.tp_size == 1:
+            dispatcher.__class__ = _StayingDispatcher
 
 
 class _StayingDispatcher(MoEAlltoAllTokenDispatcher):

@@ -113,7 +113,6 @@ def _moe_options(architecture: Architecture, settings: ModelSettings) -> dict[st
     engine = settings.backend == "transformer_engine"
     aux = moe.router_aux_loss_coef if settings.moe_aux_loss is None else settings.moe_aux_loss
     shared = moe.shared_expert_intermediate_size
-    alone = settings.expert_parallel == settings.tensor_parallel == 1
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.num_experts_per_tok,
@@ -129,8 +128,6 @@ def _moe_options(architecture: Architecture, settings: ModelSettings) -> dict[st
         "moe_grouped_gemm": engine,
         "moe_permute_fusion": engine,
         "moe_router_fusion": engine,
-        # Where nothing is sent, this dispatcher does not wait for the numbers of tokens (ExpertsLayer).
-        "moe_token_dispatcher_type": "alltoall" if engine and alone else "allgather",
     }
 
 
