@@ -34,7 +34,7 @@ def _items[T: np.generic](name: str, kind: type[T]) -> cached_property[npt.NDArr
     """A column with an entry per item, (G,), in the order of :attr:`DatasetIndex.grids`."""
 
     def read(index: DatasetIndex) -> npt.NDArray[T]:
-        return np.asarray(index._flat(name).to_numpy(zero_copy_only=False), dtype=kind)
+        return np.asarray(_array(index._flat(name)), dtype=kind)
 
     return _cached(read)
 
@@ -45,9 +45,16 @@ def _names(name: str) -> cached_property[npt.NDArray[np.object_]]:
     def read(index: DatasetIndex) -> npt.NDArray[np.object_]:
         encoded = index._flat(name).dictionary_encode()
         names = np.array(encoded.dictionary.to_pylist(), dtype=object)
-        return np.asarray(names[encoded.indices.to_numpy(zero_copy_only=False)], dtype=object)
+        return np.asarray(names[_array(encoded.indices)], dtype=object)
 
     return _cached(read)
+
+
+def _array(values: pa.Array) -> npt.NDArray[Any]:
+    """Returns values as an array, without importing pandas if they are numbers: ``to_numpy`` always does."""
+    if pa.types.is_boolean(values.type) or not pa.types.is_primitive(values.type) or values.null_count:
+        return np.asarray(values.to_numpy(zero_copy_only=False))
+    return np.from_dlpack(values)
 
 
 def _cached[T](read: Callable[[DatasetIndex], T]) -> cached_property[T]:
@@ -122,8 +129,11 @@ class DatasetIndex:
             DatasetFormatError: If the file is missing, damaged, or lacks a column.
         """
         try:
-            chosen = None if shard is None else [("shard", "=", shard)]
-            table = pq.read_table(path, memory_map=False, filters=chosen)
+            if shard is None:
+                with pq.ParquetFile(path, memory_map=False) as file:  # pq.read_table imports pandas
+                    table = file.read()
+            else:
+                table = pq.read_table(path, memory_map=False, filters=[("shard", "=", shard)])
             names = table.column_names
         except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: names that are not UTF-8
             what = "no such file" if isinstance(error, FileNotFoundError) else error
@@ -151,7 +161,7 @@ class DatasetIndex:
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Returns a fixed-width column as a read-only array of shape (n,)."""
-        values = self._chunk(name).to_numpy(zero_copy_only=False)
+        values = _array(self._chunk(name))
         values.flags.writeable = False
         return np.asarray(values)
 
@@ -166,7 +176,7 @@ class DatasetIndex:
         return self._chunk(name).flatten()
 
     def _list_lengths(self, name: str) -> npt.NDArray[np.int32]:
-        return np.asarray(self._chunk(name).value_lengths().to_numpy(zero_copy_only=False), dtype=np.int32)
+        return np.asarray(_array(self._chunk(name).value_lengths()), dtype=np.int32)
 
     @cached_property
     def optional_members(self) -> tuple[str, ...]:
@@ -210,8 +220,7 @@ class DatasetIndex:
     @cached_property
     def grids(self) -> npt.NDArray[np.int32]:
         """Grids of all items, int32 (G, 3)."""
-        flat = self._flat("item_grids").flatten()
-        grids = np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int32).reshape(-1, 3)
+        grids = np.asarray(_array(self._flat("item_grids").flatten()), dtype=np.int32).reshape(-1, 3)
         grids.flags.writeable = False
         return grids
 
@@ -224,6 +233,13 @@ class DatasetIndex:
     def keys(self) -> pa.StringArray:
         """All keys as an arrow string array (n,); ``keys[i].as_py()`` is one key."""
         return self._chunk("key")
+
+    def keys_of(self, samples: npt.NDArray[np.integer]) -> list[str]:
+        """Returns the keys of samples (m,)."""
+        # Not from the array itself: for that, Arrow imports pandas.
+        numbers = pa.Array.from_buffers(pa.int64(), len(samples), [None, pa.py_buffer(samples.astype(np.int64))])
+        keys: list[str] = self.keys.take(numbers).to_pylist()
+        return keys
 
     def key(self, i: int) -> str:
         """Returns the key of sample ``i``."""

@@ -180,7 +180,7 @@ def _rows(pack: Pack, datasets: Sequence[VlmDataset], begins: IntArray) -> tuple
     of_samples, of_images = [_NO_SAMPLES], [_NO_IMAGES]
     for number in np.flatnonzero(np.diff(bounds)).tolist():
         group = slice(int(bounds[number]), int(bounds[number + 1]))
-        keys += datasets[number].index.keys.take(pack.index[group]).to_pylist()
+        keys += datasets[number].index.keys_of(pack.index[group])
         found = _columns(datasets[number], pack.index[group], begins[group], group.start)
         of_samples.append(found[0])
         of_images.append(found[1])
