@@ -101,6 +101,14 @@ def bound_of_prices(sizes: IntArray, counts: IntArray, capacity: int, prices: Fl
     return math.ceil(Fraction(_worth(exact, counts), most)) if most else 0
 
 
+def worth_of_rooms(sizes: IntArray, prices: FloatArray, capacity: int) -> FloatArray:
+    """Returns the price of the most expensive filling of each room from 0 to the capacity, float64 (capacity + 1,).
+
+    Sizes are int64 (D,), in ``[1, capacity]``, prices float64 (D,), at least 0, in bins.
+    """
+    return best_values(sizes, np.rint(prices * _UNIT).astype(np.int64), capacity) / _UNIT
+
+
 def _worth(prices: IntArray, counts: IntArray) -> int:
     """Prices all items together, in Python's integers, which do not overflow."""
     return sum(price * count for price, count in zip(prices.tolist(), counts.tolist(), strict=True))

@@ -8,7 +8,7 @@ are.
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.packing.patterns.column_generation import bound_of_prices, solve_patterns
+from vlmdata.packing.patterns.column_generation import bound_of_prices, solve_patterns, worth_of_rooms
 from vlmdata.packing.patterns.histogram import STRATEGIES, pack_histogram
 from vlmdata.packing.patterns.lower_bound import bin_lower_bound
 from vlmdata.packing.patterns.patterns import patterns_of, round_up_sizes, split_small
@@ -22,7 +22,7 @@ def program_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) ->
 
     Sizes are (D,) distinct integers in ``[0, capacity]``, counts (D,) integers, at least 1. The bound is 0 without
     items. Sizes that fit a bin more than 32 times have no price in it. With more than 256 distinct others, prices are
-    found for 256 sizes, and those between are interpolated.
+    found for 256 sizes. A size costs what a bin is worth, less what it is worth without the room that the size takes.
     """
     bound = bin_lower_bound(sizes, counts, capacity)
     size, count = np.asarray(sizes, np.int64), np.asarray(counts, np.int64)
@@ -39,6 +39,6 @@ def program_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) ->
     packings = [pack_histogram(few, total, capacity, strategy) for strategy in STRATEGIES]
     known = np.concatenate([patterns_of(one, len(few), slots) for one in packings])
     prices = solve_patterns(few, total, capacity, known, _GAP).prices
-    # Any prices give a true bound; between two sizes those on the line are good ones.
-    between = np.interp(size, np.append(0, few[::-1]), np.append(0.0, prices[::-1]))
-    return max(bound, bound_of_prices(size, count, capacity, between))
+    # Any prices give a true bound. Good ones rise in steps, and so does the worth of a room.
+    worth = worth_of_rooms(few, prices, capacity)
+    return max(bound, bound_of_prices(size, count, capacity, worth[capacity] - worth[capacity - size]))
