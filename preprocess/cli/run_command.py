@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from preprocess.chat.tokenizer import family_of, load_tokenizer
+from preprocess.chat.tokenizer import ChatTokenizer, family_of, load_tokenizer
 from preprocess.cli.command import PreprocessCommand
 from preprocess.cli.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
 from preprocess.cli.lengths_text import print_lengths
@@ -29,27 +30,29 @@ from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.encode import Encoder
 from preprocess.encode.probe import require_usable
 from preprocess.engines.base import Engine, errors_named, load_engine
-from preprocess.engines.local import preloaded
+from preprocess.engines.local import Local, preloaded
 from preprocess.own_options import constructor_takes
 from preprocess.recipes.base import PARTS, load_recipe
 from preprocess.recipes.choice import choose_recipe, first_rows, media_for, misfit, recipe_for
 from preprocess.recipes.image_files import listed
 from preprocess.recipes.media import require_image_root
-from preprocess.registries import RECIPES
+from preprocess.registries import ENGINES, RECIPES
 from preprocess.run.claim import Part
 from preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
 from preprocess.run.directory import rows_per_shard_in
 from preprocess.run.lengths import measure_lengths
 from preprocess.run.limits import parse_limits
 from preprocess.run.trace import trace_row
-from preprocess.sources.holdout import hold_out
+from preprocess.sources.holdout import TRAIN, VALIDATION, hold_out
 from preprocess.sources.open import DEMO, open_source
 from preprocess.sources.rows import Source
-from vlmdata.cli.console import messages, results
+from vlmdata.cli.console import is_command, messages, results
 from vlmdata.errors import ConfigMismatchError, SourceError
+from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.machine import available_cores
 from vlmdata.media.c_library import keep_memory
+from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.storage import Store
 from vlmdata.wording import counted
 
@@ -68,11 +71,16 @@ def run_command(command: PreprocessCommand) -> int:
     _check_options(command)
     engine = load_engine(command.engine, command.engine_options)
     names = split_names(command.split, holdout=command.holdout, trace=command.trace, lengths=command.lengths)
+    if store is not None:
+        _warm_up(command, engine, [store if name is None else store.below(name) for name in _made(command, names)])
+    if is_command() and not _runs_own_code(command):
+        importlib.import_module("preprocess.chat.only_tokenizers")
     quiet_libraries()
     command = dataclasses.replace(command, config=_with_family(command, talk))
+    tokenizer = None
     if command.config.tokenizer != EMBEDDED:
         # before the source, a possibly long download
-        load_tokenizer(command.config.tokenizer, command.config.tokenizer_revision, command.config.model_family.name)
+        tokenizer = _tokenizer_of(command.config)
     talk.print(f"opening {command.source} …", markup=False, soft_wrap=True)
     sources = _open_sources(command, names, talk)
     command = dataclasses.replace(command, config=_with_recipe(command, sources, talk))
@@ -83,17 +91,45 @@ def run_command(command: PreprocessCommand) -> int:
     assert store is not None
     with _counting(talk, "row", "read to divide them") as read:
         workers = command.workers or available_cores()
-        outputs = divide(sources, store, holdout=command.holdout, workers=workers, on_rows=read)
+        preload = preloaded(_runs_own_code(command))
+        outputs = divide(sources, store, holdout=command.holdout, workers=workers, preload=preload, on_rows=read)
     with errors_named(engine):
         workers = command.workers or engine.default_workers(command.config)
     reports: dict[str | None, Report | PartReport] = {}
     for output in outputs:
-        report = reports[output.name] = _make(output, command, engine, workers, part, talk)
+        report = reports[output.name] = _make(output, command, tokenizer, engine, workers, part, talk)
         show(report, talk, command.as_json)
     if command.as_json:
         summaries = {name: report.to_json() for name, report in reports.items()}
         print(json.dumps(summaries.get(None, summaries), indent=2))
     return int(any(report.failure is not None for report in reports.values()))
+
+
+def _made(command: PreprocessCommand, splits: Sequence[str | None]) -> Sequence[str | None]:
+    """Returns the names of the datasets that the command makes; None for a single one."""
+    if command.holdout is not None:
+        return [TRAIN, VALIDATION]
+    return splits if len(splits) > 1 else [None]
+
+
+def _warm_up(command: PreprocessCommand, engine: Engine, stores: Iterable[Store]) -> None:
+    """Lets workers import their libraries while this process imports its own, unless all datasets are finished."""
+    if not isinstance(engine, Local):
+        return
+    engine.own_code = _runs_own_code(command)
+    if command.overwrite or any(store.size(MANIFEST_NAME) is None for store in stores):
+        engine.warm_up(command.workers or engine.default_workers(command.config))
+
+
+def _runs_own_code(command: PreprocessCommand) -> bool:
+    """Whether an extension is not built in, and so may need any library."""
+    config = command.config
+    named = ((RECIPES, config.recipe), (CODECS, config.pixels), (FAMILIES, config.family), (ENGINES, command.engine))
+    return any(name not in registry for registry, name in named)
+
+
+def _tokenizer_of(config: PreprocessConfig) -> ChatTokenizer:
+    return load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
 
 
 def _open_sources(command: PreprocessCommand, splits: Sequence[str | None], talk: Console) -> dict[str | None, Source]:
@@ -116,7 +152,13 @@ def _open_sources(command: PreprocessCommand, splits: Sequence[str | None], talk
 
 
 def _make(
-    output: Output, command: PreprocessCommand, engine: Engine, workers: int, part: Part | None, talk: Console
+    output: Output,
+    command: PreprocessCommand,
+    tokenizer: ChatTokenizer | None,
+    engine: Engine,
+    workers: int,
+    part: Part | None,
+    talk: Console,
 ) -> Report | PartReport:
     """Makes one dataset or a part of it, or continues it."""
     begun = time.monotonic()
@@ -133,6 +175,7 @@ def _make(
             "workers": workers,
             "hash_source": command.hash_source,
             "engine": engine,
+            "tokenizer": tokenizer,
             "watcher": Watcher(
                 display.start, display.shard_done, partial(_print_changed_files, talk), partial(_print_compared, talk)
             ),
@@ -211,7 +254,7 @@ def _with_family(command: PreprocessCommand, talk: Console) -> PreprocessConfig:
 
 
 def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
-    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
+    tokenizer = _tokenizer_of(config)
     traced = trace_row(source, recipe_for(source, config), Encoder(config, tokenizer), row)
     print_trace(results(), traced, config.recipe, tokenizer)
     return 0 if traced.accepted else 1
@@ -219,7 +262,7 @@ def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
 
 def _measure(source: Source, command: PreprocessCommand, talk: Console) -> int:
     config = command.config
-    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
+    tokenizer = _tokenizer_of(config)
     require_usable(tokenizer, config)
     media = media_for(source, config)
     limits = parse_limits(command.lengths or "")
@@ -298,6 +341,7 @@ def divide(
     *,
     holdout: float | None,
     workers: int,
+    preload: Sequence[str],
     on_rows: Callable[[int], None],
 ) -> list[Output]:
     """Returns the datasets to make of the opened splits: one if there is a holdout.
@@ -318,5 +362,5 @@ def divide(
     if holdout is None:
         return [Output(name, source, store.below(str(name)), name) for name, source in sources.items()]
     (source,) = sources.values()
-    sides = hold_out(source, holdout, workers=workers, preload=preloaded(), on_rows=on_rows)
+    sides = hold_out(source, holdout, workers=workers, preload=preload, on_rows=on_rows)
     return [Output(side, rows, store.below(side)) for side, rows in sides.items()]

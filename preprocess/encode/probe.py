@@ -57,7 +57,8 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
     )
     encoder, remedy = Encoder(config, tokenizer), _REMEDY.format(family=config.family)
     rules = SampleRules(tokenizer.info, config.pad_multiple, True, config.model_family)
-    for conversation in (_talk(()), _talk((_image(),))):
+    size = config.model_family.image_size(32, 32, least, 4 * least)
+    for conversation in (_talk(()), _talk((_image(*size),))):
         try:
             sample = encoder.encode(conversation)
         except RowRejected as error:
@@ -97,8 +98,9 @@ def _talk(images: tuple[ImagePart, ...]) -> Conversation:
     )
 
 
-def _image() -> ImagePart:
-    return ImagePart(image_file(np.zeros((32, 32, 3), np.uint8), "png"), "the probe's image")
+def _image(height: int, width: int) -> ImagePart:
+    """Returns an image that usually needs no resizing, for which this process would import torch."""
+    return ImagePart(image_file(np.zeros((height, width, 3), np.uint8), "png"), "the probe's image")
 
 
 def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:

@@ -6,11 +6,12 @@ import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pickle import PicklingError
 from typing import Any, Protocol
 
+from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.own_options import make_own
 from preprocess.registries import ENGINES
@@ -36,6 +37,10 @@ class ShardWork:
     config: PreprocessConfig  # all options that can change the bytes
     store: Store  # destination of shards and their records; every worker must be able to write to it
     tokenizer: TokenizerInfo  # the tokenizer at the start of the run
+    loaded: ChatTokenizer | None = field(default=None, repr=False)  # the same, in the process that started the run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "loaded": None}
 
     def prepare(self) -> ShardContext:
         """Loads tokenizer and recipe, and limits torch to one thread. Call it once per worker.
@@ -46,7 +51,7 @@ class ShardWork:
         import torch
 
         torch.set_num_threads(1)
-        return ShardContext.build(self.source, self.config, self.store, self.tokenizer)
+        return ShardContext.build(self.source, self.config, self.store, self.tokenizer, self.loaded)
 
 
 class Engine(Protocol):

@@ -25,6 +25,7 @@ PRELOADED = [
     "preprocess.engines.local",
     "vlmdata.media.decode",
     "vlmdata.media.resize",
+    "preprocess.encode.encoder",
     "torch",
     "transformers.models.auto.tokenization_auto",
 ]
@@ -40,9 +41,14 @@ if last:
 """
 
 
-def preloaded() -> list[str]:
-    """Returns the modules that workers import once: with ``datasets`` if this process needed it to open the source."""
-    return [*PRELOADED, *(["datasets"] if "datasets" in sys.modules else [])]
+def preloaded(own_code: bool) -> list[str]:
+    """Returns the modules that workers import once: with ``datasets`` if this process needed it to open the source.
+
+    Args:
+        own_code: Whether code of the user runs in the workers, which may need all of transformers.
+    """
+    alone = [] if own_code else ["preprocess.chat.only_tokenizers"]
+    return [*alone, *PRELOADED, *(["datasets"] if "datasets" in sys.modules else [])]
 
 
 class Local(Engine):
@@ -64,19 +70,23 @@ class Local(Engine):
         """``watch`` says where the process ended, if it makes shards itself and dies."""
         self._reject_after = None if options is None else options.reject_after_deaths
         self._watch = watch
+        #: Whether code of the user may run in workers.
+        self.own_code = True
 
     def warm_up(self, workers: int) -> None:
         """Imports the libraries of workers while this process is still busy."""
         if workers > 1 or self._reject_after is not None:
-            start_worker_server(preloaded())
+            start_worker_server(preloaded(self.own_code))
 
     def run(
         self, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
     ) -> Generator[ShardRecord]:
         """Makes shards; see :meth:`Engine.run`."""
-        if self._reject_after is None and (workers <= 1 or len(jobs) <= 1):
+        # For one job, workers are of use if they have imported torch while this process did other things.
+        if self._reject_after is None and (workers <= 1 or (len(jobs) <= 1 and "torch" in sys.modules)):
             return _run_here(work, jobs, counters, self._watch)
-        return _run_in_processes(work, jobs, min(workers, len(jobs)), counters, self._reject_after)
+        preload = preloaded(self.own_code)
+        return _run_in_processes(work, jobs, min(workers, len(jobs)), counters, self._reject_after, preload)
 
 
 def _run_here(work: ShardWork, jobs: Sequence[ShardJob], counters: Counters, watch: bool) -> Generator[ShardRecord]:
@@ -94,12 +104,17 @@ def _run_here(work: ShardWork, jobs: Sequence[ShardJob], counters: Counters, wat
 
 
 def _run_in_processes(
-    work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters, reject_after: int | None
+    work: ShardWork,
+    jobs: Sequence[ShardJob],
+    workers: int,
+    counters: Counters,
+    reject_after: int | None,
+    preload: Sequence[str],
 ) -> Generator[ShardRecord]:
     deaths = Deaths(work.source, counters, reject_after)
     most = max(MAX_DEATHS, reject_after or 0)
     prepare = partial(_prepare, work, counters)
-    with closing(in_workers(prepare, jobs, workers, preloaded(), on_death=deaths.again, max_deaths=most)) as records:
+    with closing(in_workers(prepare, jobs, workers, preload, on_death=deaths.again, max_deaths=most)) as records:
         try:
             yield from records
         except WorkersDied as error:

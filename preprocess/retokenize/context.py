@@ -61,13 +61,13 @@ class RetokenizeWork(ShardWork):
         torch.set_num_threads(1)
         shards = _Shards(self.old, self.source.numbers)
         if not self.from_source:
-            tokenizer = load_tokenizer(
+            tokenizer = self.loaded or load_tokenizer(
                 self.config.tokenizer, self.config.tokenizer_revision, self.config.model_family.name
             )
             media = MediaLoader(None, allow_urls=False)
             encoder = Encoder(self.config, tokenizer)
             return _FromShards(self.source, _no_recipe, media, encoder, self.store, shards, self.keep_rejected)
-        made = ShardContext.build(self.source, self.config, self.store, self.tokenizer)
+        made = ShardContext.build(self.source, self.config, self.store, self.tokenizer, self.loaded)
         changed = _recipe(self.config) != _recipe(self.old_config)
         earlier = recipe_for(self.source, self.old_config, made.media) if changed else None
         return _FromSource(

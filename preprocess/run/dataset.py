@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
+from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.engines.base import Engine, errors_named
 from preprocess.engines.local import Local
@@ -33,6 +34,7 @@ def preprocess_dataset(
     watcher: Watcher | None = None,
     engine: Engine | None = None,
     reuse: Reuse | None = None,
+    tokenizer: ChatTokenizer | None = None,
 ) -> RunResult:
     """Makes a dataset, or continues one that an earlier run of the same configuration began.
 
@@ -50,6 +52,7 @@ def preprocess_dataset(
         watcher: Progress callbacks.
         engine: Where shards are made; by default on this machine. The result does not depend on it.
         reuse: What is taken from another dataset; None makes everything from the source.
+        tokenizer: That of ``config``, if it is loaded already.
 
     Returns:
         The finished dataset's manifest, and counts of this run.
@@ -65,7 +68,7 @@ def preprocess_dataset(
     if overwrite or store.size(MANIFEST_NAME) is None:
         with errors_named(engine):
             engine.warm_up(workers)
-    run = Run.prepared(source, store, config, engine, workers, hash_source, reuse)
+    run = Run.prepared(source, store, config, engine, workers, hash_source, reuse, tokenizer)
     _prepare(store)
     with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store, lock):
         if overwrite:
@@ -95,6 +98,7 @@ def preprocess_part(
     hash_source: bool = False,
     watcher: Watcher | None = None,
     engine: Engine | None = None,
+    tokenizer: ChatTokenizer | None = None,
 ) -> PartResult:
     """Makes the shards of one part of a run. Parts may be made side by side.
 
@@ -109,6 +113,7 @@ def preprocess_part(
         hash_source: Whether to read all image files of this part's finished shards.
         watcher: Progress callbacks. Rows and shards are those of the part.
         engine: Where shards are made.
+        tokenizer: That of ``config``, if it is loaded already.
 
     Raises:
         ConfigMismatchError: If the place holds another run, such as a part with other options.
@@ -119,7 +124,7 @@ def preprocess_part(
     if store.size(MANIFEST_NAME) is None:
         with errors_named(engine):
             engine.warm_up(workers)
-    run = Run.prepared(source, store, config, engine, workers, hash_source)
+    run = Run.prepared(source, store, config, engine, workers, hash_source, tokenizer=tokenizer)
     jobs = [job for job in run.jobs if part.has(job.number)]
     nothing_to_do = PartResult(part, (), made=0, kept=len(jobs), finished=True)
     if (newest := Newest.read(store)) is not None:

@@ -99,14 +99,16 @@ class Run:
         workers: int,
         hash_source: bool,
         reuse: Reuse | None = None,
+        tokenizer: ChatTokenizer | None = None,
     ) -> Run:
-        """Loads the tokenizer, and tries it."""
-        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
+        """Loads the tokenizer if it is None, and tries it."""
+        if tokenizer is None:
+            tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
         require_usable(tokenizer, config)
         require_columns(source, config.keep_columns)
         identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times)
         plan = ShardPlan.of(source.num_rows, config.rows_per_shard)
-        work = ShardWork(source, config, store, tokenizer.info)
+        work = ShardWork(source, config, store, tokenizer.info, tokenizer)
         if reuse is not None:
             identity, work = reuse.identity(identity), reuse.work(work)
         earlier = EarlierFiles(store, image_root_of(source, config), hash_source)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.encode import EncodedSample, Encoder
@@ -152,13 +152,21 @@ class ShardContext:
         return {path: file for each in outcomes for path, file in each.files.items()}
 
     @classmethod
-    def build(cls, source: Source, config: PreprocessConfig, store: Store, expected: TokenizerInfo) -> ShardContext:
-        """Loads the tokenizer and the recipe.
+    def build(
+        cls,
+        source: Source,
+        config: PreprocessConfig,
+        store: Store,
+        expected: TokenizerInfo,
+        tokenizer: ChatTokenizer | None = None,
+    ) -> ShardContext:
+        """Loads the recipe, and the tokenizer if it is None.
 
         Raises:
             SourceError: If the tokenizer is not that of the start of the run, ``expected``, which would change tokens.
         """
-        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
         if tokenizer.info != expected:
             changed = differences(dataclasses.asdict(expected), dataclasses.asdict(tokenizer.info))
             raise SourceError(

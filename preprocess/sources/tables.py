@@ -23,6 +23,7 @@ from preprocess.sources.data_files import DataFile
 from preprocess.sources.kept import kept
 from preprocess.sources.kinds import Kind
 from preprocess.sources.parquet import Fragments, ParquetReader, count_parquet
+from preprocess.sources.plain_columns import plain_features
 from vlmdata.errors import SourceError
 
 #: Number of files whose fragments are counted in parallel.
@@ -181,6 +182,8 @@ def _from_json(kept: Any) -> list[Fragments]:
 
 def _target(files: Sequence[DataFile], schemas: Sequence[pa.Schema], features: Any) -> pa.Schema:
     """Returns the columns with which all files are read."""
+    if features is None and all(each == schemas[0] for each in schemas) and plain_features(schemas[0]) is not None:
+        return schemas[0]
     try:
         target = (features or _features_of(schemas[0])).arrow_schema
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
@@ -201,12 +204,16 @@ def _target(files: Sequence[DataFile], schemas: Sequence[pa.Schema], features: A
 
 
 def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    if table.schema == schema:
+        return table
     from datasets.table import table_cast
 
     return table_cast(table, schema)
 
 
 def _features_of(schema: pa.Schema) -> Any:
+    if (plain := plain_features(schema)) is not None:
+        return plain
     from datasets import Features
 
     return Features.from_arrow_schema(schema)

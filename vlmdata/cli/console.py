@@ -1,12 +1,19 @@
-"""The consoles and the progress bar of commands. Rich is imported on use."""
+"""The consoles and the progress bar of commands, and what their process is. Rich is imported on use."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+
+def is_command() -> bool:
+    """Whether this process is the command ``vlmdata`` and nothing else."""
+    return Path(sys.argv[0]).stem == "vlmdata"
 
 
 def messages() -> Console:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +15,6 @@ from vlmdata.families import Family
 from vlmdata.families.base import CHANNELS, AspectRatioError, ImageBoundsError
 from vlmdata.media.error import MediaError
 from vlmdata.reasons import Reason
-
-if TYPE_CHECKING:
-    import torch
 
 #: Pixels that are cut into patches at a time.
 _BAND_BYTES = 192 << 10
@@ -110,8 +106,7 @@ def resize_image(
     Returns:
         uint8 (3, height, width), C-contiguous.
     """
-    resized: npt.NDArray[np.uint8] = _resized(pixels, height, width, resample).contiguous().numpy()
-    return resized
+    return np.ascontiguousarray(_resized(pixels, height, width, resample).transpose(2, 0, 1))
 
 
 def resize_to_patches(
@@ -138,8 +133,8 @@ def resize_to_patches(
     image = _resized(memory, height, width, family.resample)
     if part is not None:
         top, left, height, width = part
-        image = image[:, top : top + height, left : left + width]
-    pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
+        image = image[top : top + height, left : left + width]
+    pixels = np.ascontiguousarray(image)
     if out is None:
         out = np.empty((height * width // family.patch_size**2, family.patch_bytes), np.uint8)
     split = _planes_of_bytes if pixels.shape[2] == CHANNELS else _planes_of_numbers
@@ -173,17 +168,17 @@ def _planes_of_numbers(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return planes
 
 
-def _resized(memory: npt.NDArray[np.uint8], height: int, width: int, resample: str) -> torch.Tensor:
-    """Returns the resized image: uint8 (C, height, width), usually in channels-last memory."""
+def _resized(memory: npt.NDArray[np.uint8], height: int, width: int, resample: str) -> npt.NDArray[np.uint8]:
+    """Returns the resized image: uint8 (height, width, C), a view if it has this size already."""
+    if (height, width) == memory.shape[:2]:
+        return memory  # without torch, whose import takes a second
     import torch
 
     # A view: (1, H, W, C) memory as (1, C, H, W) is torch's channels-last format, which the kernel reads uncopied.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is not written to
         image = torch.from_numpy(memory)[None].permute(0, 3, 1, 2)
-    if (height, width) != memory.shape[:2]:
-        # What torchvision's resize comes to. To import it takes a second, most of it for torch's compiler.
-        image = torch.nn.functional.interpolate(
-            image, (height, width), mode=resample, align_corners=False, antialias=True
-        )
-    return image[0]
+    # What torchvision's resize comes to. To import it takes a second, most of it for torch's compiler.
+    image = torch.nn.functional.interpolate(image, (height, width), mode=resample, align_corners=False, antialias=True)
+    resized: npt.NDArray[np.uint8] = image[0].permute(1, 2, 0).numpy()
+    return resized
