@@ -82,8 +82,7 @@ class Local(Engine):
         self, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
     ) -> Generator[ShardRecord]:
         """Makes shards; see :meth:`Engine.run`."""
-        # For one job, workers are of use if they have imported torch while this process did other things.
-        if self._reject_after is None and (workers <= 1 or (len(jobs) <= 1 and "torch" in sys.modules)):
+        if self._reject_after is None and (workers <= 1 or len(jobs) <= 1):
             return _run_here(work, jobs, counters, self._watch)
         preload = preloaded(self.own_code)
         return _run_in_processes(work, jobs, min(workers, len(jobs)), counters, self._reject_after, preload)

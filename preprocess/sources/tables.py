@@ -185,7 +185,7 @@ def _target(files: Sequence[DataFile], schemas: Sequence[pa.Schema], features: A
     if features is None and all(each == schemas[0] for each in schemas) and plain_features(schemas[0]) is not None:
         return schemas[0]
     try:
-        target = (features or _features_of(schemas[0])).arrow_schema
+        target = (features or _library_features(schemas[0])).arrow_schema
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         raise SourceError(f"SOURCE {files[0].place}: its columns cannot be read: {error}") from error
     seen: list[pa.Schema] = []
@@ -212,8 +212,11 @@ def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _features_of(schema: pa.Schema) -> Any:
-    if (plain := plain_features(schema)) is not None:
-        return plain
+    plain = plain_features(schema)
+    return _library_features(schema) if plain is None else plain
+
+
+def _library_features(schema: pa.Schema) -> Any:
     from datasets import Features
 
     return Features.from_arrow_schema(schema)

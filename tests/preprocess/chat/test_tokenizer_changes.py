@@ -38,9 +38,9 @@ def run(cord_parquet: Path, tmp_path: Path, folder: Path) -> Callable[..., RunRe
     """Makes or continues a dataset of two shards with the tokenizer of ``folder``."""
     config = PreprocessConfig(tokenizer=str(folder), image=ImageConfig(1024, 65_536), rows_per_shard=2)
 
-    def run(watcher: Watcher | None = None) -> RunResult:
+    def run(watcher: Watcher | None = None, workers: int = 1) -> RunResult:
         source = open_source(str(cord_parquet), limit=4)
-        return preprocess_dataset(source, tmp_path / "out", config, watcher=watcher)
+        return preprocess_dataset(source, tmp_path / "out", config, watcher=watcher, workers=workers)
 
     return run
 
@@ -110,10 +110,23 @@ def test_reading_a_manifest_of_format_1_0_keeps_its_fingerprint(run: Any, tmp_pa
 
 
 def test_an_edit_while_the_run_is_under_way_ends_it(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that takes the place of one that died loads the tokenizer again."""
+    """Each worker process loads the tokenizer, also one that takes the place of one that died."""
 
     def edit(rows: int, shards: int, done: int, counters: Any) -> None:
         set_token(folder, "pad_token", "<|vision_pad|>")
 
     with pytest.raises(SourceError, match=r"changed during the run.*pad: .*Restore its files"):
-        run(Watcher(started=edit))
+        run(Watcher(started=edit), workers=2)
+
+
+def test_one_worker_loads_it_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+
+    def load(*named: Any) -> Any:
+        loaded.append(load_tokenizer(*named))
+        return loaded[-1]
+
+    for module in ("preprocess.run.making", "preprocess.shards.job"):
+        monkeypatch.setattr(f"{module}.load_tokenizer", load)
+    run()
+    assert len(loaded) == 1

@@ -1,4 +1,4 @@
-"""What a run imports: `datasets` takes long, so only if the source needs it."""
+"""What a run imports: `datasets` takes long, so only if the source needs it; and no compiler of torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 
+from preprocess.chat.tokenizer import load_tokenizer
+
 _RUN = """
 import sys
+sys.argv[0] = "vlmdata"
 from vlmdata.cli.main import main
 try:
     main()
 except SystemExit as stop:
     assert not stop.code, stop.code
-print("datasets" in sys.modules)
+print(*({"datasets", "torch", "sympy", "accelerate", "torch._dynamo"} & sys.modules.keys()))
 """
 
 
@@ -24,4 +27,21 @@ def test_jsonl_needs_no_datasets(tmp_path):
     options = ["preprocess", str(source), "--tokenizer", "embedded", "--out", str(tmp_path / "out"), "-j", "1"]
     done = subprocess.run([sys.executable, "-c", _RUN, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "False"
+    assert done.stdout.splitlines()[-1] == "torch"
+
+
+def test_a_tokenizer_loaded_for_its_own_sake_is_the_same(tmp_path, tokenizer):
+    """The command imports transformers without torch."""
+    tokenizer.save(tmp_path / "tokenizer")
+    code = (
+        "import sys, preprocess.chat.only_tokenizers\n"
+        "assert 'torch' not in sys.modules\n"
+        "from preprocess.chat.tokenizer import load_tokenizer\n"
+        "print(load_tokenizer(sys.argv[1]).info)\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch"
+    )
+    folder = str(tmp_path / "tokenizer")
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == str(load_tokenizer(folder).info)
