@@ -100,7 +100,8 @@ def throughput(data: Path) -> list[tuple[str, str]]:
     lines.append(("two clients over one, both together", f"{together / rates['same machine']:.2f}"))
     for name, each in turns.items():
         if name != "local":
-            speed = sum(turns["local"].cpu_seconds_per_gb) / sum(each.cpu_seconds_per_gb)
+            # Servers still make batches ahead of the way before.
+            speed = turns["local"].cpu_seconds_per_gb[0] / sum(each.cpu_seconds_per_gb)
             lines.append((f"{name}: of local, by CPU time", f"{speed:.2f}"))
     for name, each in turns.items():
         client, at_servers = each.cpu_seconds_per_gb
@@ -125,14 +126,15 @@ class Turns:
         """Takes a turn. The batches that were made ahead do not count."""
         for _ in range(AHEAD):
             next(self._batches)
-        before, begun, total = self._cpu_seconds(), time.perf_counter(), 0
+        families = self._processes()  # before: listing them takes as long as loading a batch
+        before, begun, total = _cpu_seconds(families), time.perf_counter(), 0
         for _ in range(BATCHES):
             total += sum(tensor.nbytes for tensor in next(self._batches).tensors().values())
         self._rates.append(total / (time.perf_counter() - begun))
         if len(self._rates) > 1:
             self._bytes += total
-            self._cpu = [sum(each) for each in zip(self._cpu, self._cpu_seconds(), strict=True)]
-            self._cpu = [now - then for now, then in zip(self._cpu, before, strict=True)]
+            taken = zip(self._cpu, _cpu_seconds(families), before, strict=True)
+            self._cpu = [so_far + now - then for so_far, now, then in taken]
 
     @property
     def rate(self) -> float:
@@ -145,12 +147,17 @@ class Turns:
         client, servers = (each / self._bytes * 1e9 for each in self._cpu)
         return client, servers
 
-    def _cpu_seconds(self) -> tuple[float, float]:
+    def _processes(self) -> list[list[psutil.Process]]:
+        """This process with its workers, and the servers with theirs."""
         theirs = {each.pid: each for server in self._servers for each in (server, *server.children(recursive=True))}
         me = psutil.Process()
         mine = {each.pid: each for each in (me, *me.children(recursive=True)) if each.pid not in theirs}
-        times = [sum(sum(each.cpu_times()[:2]) for each in family.values()) for family in (mine, theirs)]
-        return times[0], times[1]
+        return [list(mine.values()), list(theirs.values())]
+
+
+def _cpu_seconds(families: list[list[psutil.Process]]) -> list[float]:
+    """CPU seconds of each of some groups of processes."""
+    return [sum(sum(each.cpu_times()[:2]) for each in family) for family in families]
 
 
 def endless(options: dict[str, object]) -> Iterator[PackedBatch]:
