@@ -59,7 +59,11 @@ def provider_of(settings: ModelSettings, *packages: str) -> Provider:
     """
     if settings.backend == "torch":
         return TorchProvider(settings.storage)
-    return transformer_engine_provider(*packages, compiled=settings.compile, storage=settings.storage)
+    made = transformer_engine_provider(*packages, compiled=settings.compile, storage=settings.storage)
+    from model.kernels.launches import shorten_launches  # Triton is only available with CUDA
+
+    shorten_launches()
+    return made
 
 
 def build_stage[M: SavedModel](
