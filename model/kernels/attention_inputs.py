@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launches import cdiv, next_power_of_2
-
 #: The widest head, for which a program keeps the rows of a tile in registers.
 WIDEST = 256
 #: Tokens of a tile of the widest heads, tiles that a program processes one after the other, and warps of a program.
@@ -72,7 +70,7 @@ class AttentionInputs(torch.autograd.Function):
         heads: AttentionHeads = ctx.heads
         gradient = torch.empty_like(mixed)
         height, tiles, _ = _tiles(heads, backward=True)
-        programs = [cdiv(len(mixed), height * tiles) * heads.groups * each for each in (heads.queries, 1)]
+        programs = [triton.cdiv(len(mixed), height * tiles) * heads.groups * each for each in (heads.queries, 1)]
         parts = mixed.new_empty((sum(programs), heads.width), dtype=torch.float32)
         pulled = tuple(each.contiguous() for each in grads)
         _launch(mixed, pulled, angles, (of_query, of_key), (gradient, parts), heads, backward=True)
@@ -86,7 +84,7 @@ class AttentionInputs(torch.autograd.Function):
 def _tiles(heads: AttentionHeads, *, backward: bool) -> tuple[int, int, int]:
     """Tokens of a tile, tiles and warps of a program. Tiles of narrower heads are higher, to be as large."""
     height, tiles, warps = BACKWARD if backward else FORWARD
-    return height * WIDEST // next_power_of_2(heads.width), tiles, warps
+    return height * WIDEST // triton.next_power_of_2(heads.width), tiles, warps
 
 
 def _launch(
@@ -101,10 +99,10 @@ def _launch(
 ) -> None:
     tokens, half = len(mixed), angles.shape[-1] // 2
     height, tiles, warps = _tiles(heads, backward=backward)
-    _split_norm_rotate[(cdiv(tokens, height * tiles) * (heads.columns // heads.width),)](
+    _split_norm_rotate[(triton.cdiv(tokens, height * tiles) * (heads.columns // heads.width),)](
         mixed, *parts, angles, *weights, *gradients, tokens, heads.eps,
         groups=heads.groups, queries=heads.queries, width=heads.width, half=half,
-        block=next_power_of_2(heads.width), height=height, tiles=tiles, gated=heads.gated,
+        block=triton.next_power_of_2(heads.width), height=height, tiles=tiles, gated=heads.gated,
         zero_centered=heads.zero_centered, backward=backward, num_warps=warps,
     )  # fmt: skip
 

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launches import cdiv
-
 
 class GeluTiling(NamedTuple):
     """How a matrix is divided among programs."""
@@ -82,10 +80,10 @@ def gelu_with_bias(product: Tensor, bias: Tensor) -> Tensor:
 def _grid(x: Tensor, tiling: GeluTiling) -> tuple[tuple[int, int], int, dict[str, int]]:
     """Returns programs across and down, tiles per program, and constants."""
     rows, width = x.shape
-    across, tiles = cdiv(width, tiling.columns), cdiv(rows, tiling.height)
+    across, tiles = triton.cdiv(width, tiling.columns), triton.cdiv(rows, tiling.height)
     down = min(tiles, max(1, tiling.programs // across))
     constants = {"width": width, "height": tiling.height, "columns": tiling.columns, "stages": tiling.stages}
-    return (across, down), cdiv(tiles, max(1, down)), constants | {"num_warps": tiling.warps}
+    return (across, down), triton.cdiv(tiles, max(1, down)), constants | {"num_warps": tiling.warps}
 
 
 @triton.jit

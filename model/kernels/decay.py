@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launches import cdiv, next_power_of_2
-
 #: Values of a tile, and warps of a program.
 _TILE, _WARPS = 2048, 4
 #: Terms of the series of log(1 + e): what seven leave out is a hundred-millionth of it.
@@ -28,7 +26,7 @@ def decays(x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     decay = x.new_empty(tokens, heads, dtype=torch.float32)
     beta = x.new_empty(tokens, heads)
     constants = _constants(x, heads)
-    _delta_decays[(cdiv(tokens, constants["rows"]),)](x, a_log, dt_bias, decay, beta, tokens, **constants)
+    _delta_decays[(triton.cdiv(tokens, constants["rows"]),)](x, a_log, dt_bias, decay, beta, tokens, **constants)
     return decay, beta
 
 
@@ -42,19 +40,19 @@ def decays_backward(
     """
     tokens, heads = x.shape[0], a_log.shape[0]
     constants = _constants(x, heads)
-    assert sums.shape == (cdiv(tokens, block), 2 * heads)
+    assert sums.shape == (triton.cdiv(tokens, block), 2 * heads)
     assert block % constants["rows"] == 0, (block, constants)
     ddecay, dbeta = (each.contiguous() for each in grads)
     _delta_decays_backward[(sums.shape[0],)](
         x, a_log, dt_bias, ddecay, dbeta, dx, sums, tokens,
         **constants, dx_stride=dx.stride(0), sums_stride=sums.stride(0),
-        steps=cdiv(min(block, tokens), constants["rows"]),
+        steps=triton.cdiv(min(block, tokens), constants["rows"]),
     )  # fmt: skip
 
 
 def _constants(x: Tensor, heads: int) -> dict[str, int]:
     assert (x.shape[1], x.stride(1)) == (2 * heads, 1), (x.shape, x.stride(), heads)
-    columns = next_power_of_2(heads)
+    columns = triton.next_power_of_2(heads)
     rows = max(1, min(64, _TILE // columns))
     sizes = {"stride": x.stride(0), "heads": heads, "columns": columns, "rows": rows}
     return sizes | {"terms": _TERMS, "num_warps": _WARPS}

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from model.kernels.decay import decays, decays_backward
-from model.kernels.launches import cdiv
 from model.kernels.short_convolution import BLOCK, DeltaHeads, convolve, convolve_backward
 
 
@@ -49,7 +49,7 @@ class DeltaInputs(torch.autograd.Function):
         dx = projected.new_empty(projected.shape)
         dgate, drates = _columns(dx, heads)
         # All sums over tokens in one tensor, so that one kernel adds the blocks.
-        blocks = projected.new_empty(cdiv(tokens, BLOCK), size + 2 * heads.values, dtype=torch.float32)
+        blocks = projected.new_empty(triton.cdiv(tokens, BLOCK), size + 2 * heads.values, dtype=torch.float32)
         decays_backward(
             _columns(projected, heads)[1], a_log, dt_bias, (decay, beta), drates, blocks[:, size:], block=BLOCK
         )

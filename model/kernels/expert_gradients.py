@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launches import cdiv
-
 
 class ProductTiling(NamedTuple):
     """How the gradients are divided among programs."""
@@ -46,7 +44,7 @@ def add_weight_gradients(
         tiling: See the class.
     """
     n, k = d.shape[1], x.shape[1]
-    across, down = cdiv(k, tiling.width), cdiv(n, tiling.height)
+    across, down = triton.cdiv(k, tiling.width), triton.cdiv(n, tiling.height)
     with torch.cuda.device_of(x):
         _add_products[(across * down, len(ends))](
             x, d, ends, places, k=k, n=n, accumulate=accumulate,

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launches import cdiv, next_power_of_2
-
 #: The widest head, for which a program keeps ``_HEIGHT`` rows in registers.
 WIDEST = 256
 #: Rows of a tile, and tiles of a program. Each program of the backward pass has its own part of the weight's gradient.
@@ -43,7 +41,7 @@ class GatedNorm(torch.autograd.Function):
         x, gate, weight = ctx.saved_tensors
         dx, dgate = torch.empty_like(x), gate.new_empty(gate.shape)
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
-        parts = x.new_empty((cdiv(rows, _HEIGHT * _TILES), width), dtype=torch.float32)
+        parts = x.new_empty((triton.cdiv(rows, _HEIGHT * _TILES), width), dtype=torch.float32)
         _launch(x, gate, weight, grads[0].contiguous(), (dx, dgate, parts), ctx.eps, backward=True)
         return dx, dgate, parts.sum(0).to(weight.dtype), None
 
@@ -66,9 +64,9 @@ def _launch(
 ) -> None:
     _, heads, width = x.shape
     rows = x.numel() // width
-    _norm_and_gate[(cdiv(rows, _HEIGHT * _TILES),)](
+    _norm_and_gate[(triton.cdiv(rows, _HEIGHT * _TILES),)](
         x, gate, weight, out, *grads, rows, gate.stride(0), eps,
-        heads=heads, width=width, columns=next_power_of_2(width), height=_HEIGHT, tiles=_TILES,
+        heads=heads, width=width, columns=triton.next_power_of_2(width), height=_HEIGHT, tiles=_TILES,
         backward=backward, num_warps=4,
     )  # fmt: skip
 

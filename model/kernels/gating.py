@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from model.kernels.launches import cdiv, next_power_of_2
-
 #: Values per program.
 _TILE = 2048
 
@@ -92,9 +90,9 @@ def _launch(x: Tensor, gate: Tensor, out: Tensor, grads: tuple[Tensor, Tensor], 
     rows, width = x.shape
     # A power of two that divides the width, or covers it, so that few columns of a tile are empty.
     divisor = min(width & -width, 1024)
-    columns = divisor if divisor >= 64 else min(next_power_of_2(width), 1024)
+    columns = divisor if divisor >= 64 else min(triton.next_power_of_2(width), 1024)
     height = _TILE // columns
-    _gate[(cdiv(rows, height), cdiv(width, columns))](
+    _gate[(triton.cdiv(rows, height), triton.cdiv(width, columns))](
         x, gate, out, *grads, rows, x.stride(0), gate.stride(0), out.stride(0), grads[0].stride(0),
         grads[1].stride(0),
         width=width, height=height, columns=columns, silu=silu, backward=backward, num_warps=4,

@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launches import cdiv, next_power_of_2
-
 
 class Tiling(NamedTuple):
     """How rows are divided among programs."""
@@ -120,12 +118,12 @@ def sum_with_bias(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
 def grid(x: Tensor, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
     """Returns the number of programs for (R, c), the tiles of each program, and the constants of a launch."""
     rows, width = x.shape
-    columns, tiles = next_power_of_2(width), cdiv(rows, tiling.height)
+    columns, tiles = triton.next_power_of_2(width), triton.cdiv(rows, tiling.height)
     programs = min(tiles, tiling.programs)
     staged = tiling.height * columns * x.element_size() <= _LARGEST_STAGED
     constants = {"width": width, "columns": columns, "height": tiling.height, "stages": tiling.stages if staged else 1}
     constants |= {"num_warps": min(16, max(1, columns // tiling.per_warp))}
-    return programs, cdiv(tiles, max(1, programs)), constants
+    return programs, triton.cdiv(tiles, max(1, programs)), constants
 
 
 def _forward(

@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launches import cdiv, next_power_of_2
-
 
 class RotationTiling(NamedTuple):
     """How rows are divided among programs."""
@@ -76,14 +74,14 @@ def _launch(
 ) -> Tensor:
     """Splits ``mixed``, or joins it without a bias. Returns sums over programs' rows, float32 (programs, 3 n d)."""
     rows, heads, _, width = mixed.shape
-    block_heads, block_half = next_power_of_2(heads), next_power_of_2(width // 2)
+    block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
     height = max(1, tiling.pairs // (block_heads * block_half))
     per_warp = 32 * math.gcd(tiling.per_thread, width // 2)  # those that are next to each other in a tile, too
-    tiles = cdiv(rows, height)
+    tiles = triton.cdiv(rows, height)
     programs = min(tiles, tiling.programs)
     sums = mixed.new_empty((programs if of_bias else 0, 3 * heads * width), dtype=torch.float32)
     _split_and_rotate[(programs,)](
-        mixed, mixed if bias is None else bias, *parts, turns_pd, sums, rows, cdiv(tiles, max(1, programs)),
+        mixed, mixed if bias is None else bias, *parts, turns_pd, sums, rows, triton.cdiv(tiles, max(1, programs)),
         heads=heads, half=width // 2, block_heads=block_heads, block_half=block_half, height=height,
         stages=tiling.stages, backward=bias is None, of_bias=of_bias,
         num_warps=min(16, max(1, height * block_heads * block_half // per_warp)),

@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launches import cdiv, next_power_of_2
-
 #: As in flash-linear-attention's ``l2norm`` and transformers'.
 _EPSILON = 1e-6
 #: Tokens of a tile and warps of a program, forward.
@@ -53,7 +51,7 @@ def convolve(x: Tensor, taps: Tensor, first: Tensor, heads: DeltaHeads) -> tuple
     query, key = (x.new_empty(tokens, heads.values, heads.key_width) for _ in range(2))
     value = x.new_empty(tokens, heads.values, heads.value_width)
     rows, warps = FORWARD
-    _delta_heads[(2 * heads.keys + heads.values, cdiv(tokens, rows))](
+    _delta_heads[(2 * heads.keys + heads.values, triton.cdiv(tokens, rows))](
         x, taps, first, query, key, value, tokens, **_constants(x, taps, heads), rows=rows, num_warps=warps
     )
     return query, key, value
@@ -69,7 +67,7 @@ def convolve_backward(
     """
     tokens = _checked(x, taps, first, heads)
     assert (dx.shape[0], dx.stride(1)) == (tokens, 1), (dx.shape, dx.stride())
-    assert (sums.shape[0], sums.stride(1)) == (cdiv(tokens, BLOCK), 1), (sums.shape, sums.stride())
+    assert (sums.shape[0], sums.stride(1)) == (triton.cdiv(tokens, BLOCK), 1), (sums.shape, sums.stride())
     _delta_heads_backward[(2 * heads.keys + heads.values, sums.shape[0])](
         x, taps, first, *(each.contiguous() for each in grads), dx, sums, tokens,
         **_constants(x, taps, heads), dx_stride=dx.stride(0), sums_stride=sums.stride(0), length=min(BLOCK, tokens),
@@ -100,8 +98,8 @@ def _constants(x: Tensor, taps: Tensor, heads: DeltaHeads) -> dict[str, object]:
         "repeats": heads.values // heads.keys,
         "key_width": heads.key_width,
         "value_width": heads.value_width,
-        "key_columns": next_power_of_2(heads.key_width),
-        "value_columns": next_power_of_2(heads.value_width),
+        "key_columns": triton.next_power_of_2(heads.key_width),
+        "value_columns": triton.next_power_of_2(heads.value_width),
     }
 
 

@@ -59,11 +59,7 @@ def provider_of(settings: ModelSettings, *packages: str) -> Provider:
     """
     if settings.backend == "torch":
         return TorchProvider(settings.storage)
-    made = transformer_engine_provider(*packages, compiled=settings.compile, storage=settings.storage)
-    from model.kernels.launches import shorten_launches  # Triton is only available with CUDA
-
-    shorten_launches()
-    return made
+    return transformer_engine_provider(*packages, compiled=settings.compile, storage=settings.storage)
 
 
 def build_stage[M: SavedModel](
