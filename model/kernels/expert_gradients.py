@@ -30,24 +30,21 @@ class ProductTiling(NamedTuple):
 TILING = ProductTiling(128, 64, 64, 4, 4)
 
 
-def add_weight_gradients(
-    x: Tensor, d: Tensor, ends: Tensor, places: Tensor, accumulate: bool, tiling: ProductTiling = TILING
-) -> None:
-    """Computes ``d.T @ x`` of each expert's rows, and adds it to the expert's gradient, or sets it.
+def add_weight_gradients(x: Tensor, d: Tensor, ends: Tensor, places: Tensor, tiling: ProductTiling = TILING) -> None:
+    """Computes ``d.T @ x`` of each expert's rows, and adds it to the expert's gradient.
 
     Args:
         x: The layer's input, (R, k), contiguous; the first expert's rows first.
         d: The gradient of its output, (R, n), contiguous.
         ends: The number of rows up to and with each expert's, int32 (E,).
         places: Addresses of the gradients, int64 (E,): each is float32 (n, k), contiguous.
-        accumulate: Whether to add.
         tiling: See the class.
     """
     n, k = d.shape[1], x.shape[1]
     across, down = triton.cdiv(k, tiling.width), triton.cdiv(n, tiling.height)
     with torch.cuda.device_of(x):
         _add_products[(across * down, len(ends))](
-            x, d, ends, places, k=k, n=n, accumulate=accumulate,
+            x, d, ends, places, k=k, n=n,
             height=tiling.height, width=tiling.width, block=tiling.rows,
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
@@ -55,7 +52,7 @@ def add_weight_gradients(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_products(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
-    x, d, ends, places, k: tl.constexpr, n: tl.constexpr, accumulate: tl.constexpr,
+    x, d, ends, places, k: tl.constexpr, n: tl.constexpr,
     height: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Processes a tile of an expert's gradient. Programs of an expert follow each other and share what they read."""
@@ -63,7 +60,7 @@ def _add_products(  # type: ignore[no-untyped-def]  # Triton compiles it; its ar
     across: tl.constexpr = (k + width - 1) // width
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     last = tl.load(ends + expert)
-    if accumulate and first == last:
+    if first == last:
         return
     down_here = (tile // across) * height + tl.arange(0, height)
     across_here = (tile % across) * width + tl.arange(0, width)
@@ -79,6 +76,4 @@ def _add_products(  # type: ignore[no-untyped-def]  # Triton compiles it; its ar
     place = tl.load(places + expert).to(tl.pointer_type(tl.float32))
     place += down_here.to(tl.int64)[:, None] * k + across_here[None, :]
     mask = below[:, None] & beside[None, :]
-    if accumulate:
-        sums += tl.load(place, mask=mask, other=0)
-    tl.store(place, sums, mask=mask)
+    tl.store(place, sums + tl.load(place, mask=mask, other=0), mask=mask)

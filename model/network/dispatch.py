@@ -1,4 +1,4 @@
-"""Sorting tokens by expert where a rank holds all experts, without the host waiting for the numbers of tokens."""
+"""Dispatch of tokens to experts where a rank holds all of them, without the host waiting for numbers of tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch import Tensor
 
 
 class ExpertsLayer(MoELayer):
-    """megatron-core's, which sends and sorts tokens. A rank that has all experts does neither."""
+    """megatron-core's. A rank that has all experts sends no tokens, and sorts them once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         dispatcher: Any = self.token_dispatcher
         assert type(dispatcher) is MoEAlltoAllTokenDispatcher
+        config = self.config  # with these, the number of rows would depend on the tokens
+        assert config.moe_expert_capacity_factor is None
+        assert not config.moe_router_padding_for_quantization
         if dispatcher.ep_size == dispatcher.tp_size == 1:
             dispatcher.__class__ = _StayingDispatcher
 

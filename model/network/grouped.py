@@ -3,7 +3,7 @@
 Transformer Engine's grouped layer multiplies expert by expert, which takes the host longer than the GPU (its one kernel
 for all needs cuBLAS 13.4 on Hopper). :func:`lay_out_experts` puts the weights of each layer in line, in the order of
 the experts, and keeps them there in megatron-core's buffers. Where they are elsewhere, or quantised to FP8, layers call
-Transformer Engine (docs/decisions/0117).
+Transformer Engine (docs/decisions/0117). Weights in NF4 are in line while a layer uses them.
 
 Shapes: rows R (a token for each expert that it is sent to), experts E, input width k, output width n.
 """
@@ -24,9 +24,9 @@ from model.network.quantized import STACKED, is_quantized
 
 #: Attribute of a layer whose weights are in line: a :class:`_Line`.
 _LINE = "_weights_in_line"
-#: Attribute of a layer's first weight: the other weights, whose gradients are complete when its own is. Autograd knows
+#: Attribute of a layer's first weight: the other weights, if their gradients were added with its own. Autograd knows
 #: the first only, since hooks of hundreds of weights take the host longer than the GPU takes for the layer.
-COMPANIONS = "companions"
+_COMPANIONS = "_companions"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,20 @@ def lay_out_experts(model: nn.Module) -> None:
         for number in reversed(range(len(weights))):
             layer._parameters[f"weight{number}"] = layer._parameters.pop(f"weight{number}")
         vars(layer)[_LINE] = _Line(weights)
-        setattr(weights[0], COMPANIONS, weights[1:])
+
+
+def take_companions(weight: Any) -> tuple[Any, ...]:
+    """Returns the weights whose gradients the last backward pass added with this one's, and forgets them."""
+    found: tuple[Any, ...] = vars(weight).pop(_COMPANIONS, ())
+    return found
+
+
+def layers_out_of_line(model: nn.Module) -> int:
+    """Counts the grouped layers that were laid out, and are multiplied expert by expert all the same."""
+    lines = [vars(layer)[_LINE] for layer in _grouped_layers(model) if _LINE in vars(layer)]
+    for line in lines:
+        line.look()
+    return sum(line.whole is None for line in lines)
 
 
 def _grouped_layers(model: nn.Module) -> Iterator[Any]:
@@ -125,7 +138,7 @@ def grouped_product(layer: Any, x: Tensor, rows: ExpertRows, whole: Tensor) -> T
     line: _Line | None = vars(layer).get(_LINE)
     if line is None or not line.weights[0].requires_grad or not torch.is_grad_enabled():
         return _product(x, rows, whole)
-    out: Tensor = _TrainedProduct.apply(x, line.weights[0], rows, whole, line, _accumulates(layer))
+    out: Tensor = _TrainedProduct.apply(x, line.weights[0], rows, whole, line)
     return out
 
 
@@ -135,23 +148,13 @@ def _product(x: Tensor, rows: ExpertRows, whole: Tensor) -> Tensor:
     return F.grouped_mm(x, whole.transpose(1, 2), offs=rows.ends)
 
 
-def _accumulates(layer: Any) -> bool:
-    """Whether gradients add to what is there, as for Transformer Engine's layers: not in a step's first pass."""
-    is_first = layer.is_first_microbatch
-    if is_first:
-        layer.is_first_microbatch = False
-    return not is_first or layer.disable_parameter_transpose_cache
-
-
 class _TrainedProduct(torch.autograd.Function):
     """Products of x (R, k) with the experts' weights, whose gradients go to ``main_grad``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, first: Any, rows: ExpertRows, whole: Tensor, line: _Line, accumulate: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: Any, rows: ExpertRows, whole: Tensor, line: _Line) -> Tensor:
         ctx.save_for_backward(x, whole)
-        ctx.first, ctx.rows, ctx.line, ctx.accumulate = first, rows, line, accumulate
+        ctx.first, ctx.rows, ctx.line = first, rows, line
         return _product(x, rows, whole)
 
     @staticmethod
@@ -163,10 +166,11 @@ class _TrainedProduct(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = F.grouped_mm(d, whole, offs=ends) if len(d) else torch.zeros_like(x)
-        add_weight_gradients(x.contiguous(), d, ends, line.places, ctx.accumulate)
+        add_weight_gradients(x.contiguous(), d, ends, line.places)
         # megatron-core's hook expects a gradient: a tensor without meaning.
         ctx.first.grad_added_to_main_grad = True
-        return dx, torch.empty_like(ctx.first), None, None, None, None
+        setattr(ctx.first, _COMPANIONS, line.weights[1:])
+        return dx, torch.empty_like(ctx.first), None, None, None
 
 
 def may_pass_rows(experts: Any, x: Tensor) -> bool:

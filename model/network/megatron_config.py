@@ -127,7 +127,6 @@ def _moe_options(architecture: Architecture, settings: ModelSettings) -> dict[st
         "moe_aux_loss_coeff": aux,
         "moe_grouped_gemm": engine,
         "moe_permute_fusion": engine,
-        "moe_router_fusion": engine,
     }
 
 

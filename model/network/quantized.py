@@ -30,7 +30,7 @@ from model.network.settings import SettingError
 BLOCK = 64
 #: Name of the submodule of a layer that holds its codes.
 QUANTIZED = "quantized"
-#: Attribute of a grouped layer of experts: one tensor with all its weights, (experts, n, k).
+#: Attribute of a grouped layer of experts during a call: one tensor with all its weights, (experts, n, k).
 STACKED = "_stacked_weights"
 #: Attribute of a parameter on the meta device: the module with its codes, and its number there.
 _CODES = "_codes_of_weight"

@@ -14,6 +14,7 @@ from model.architecture import Architecture
 from model.families import adopts_vocabulary, architecture_from_hf, spec_of
 from model.lora.attach import Plan, attach, fill, plan_of
 from model.lora.peft_files import read_adapter
+from model.network.grouped import layers_out_of_line
 from model.network.quantized import held_by, is_quantized
 from model.network.settings import ModelSettings, SettingError
 from model.network.vision_attention import FlashAttention
@@ -115,7 +116,15 @@ def computed_by(model: MegatronModule, settings: ModelSettings, device: torch.de
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     tower = ", FlashAttention 4 in the vision tower" if flash else ""
     fp8 = f", FP8 ({settings.fp8_recipe})" if settings.fp8 else ""
-    return f"back end {settings.backend}{tower}, {str(settings.params_dtype).removeprefix('torch.')}{fp8}, on {where}"
+    apart = layers_out_of_line(model)
+    experts = (
+        f", experts of {counted(apart, 'layer')} one by one, which is slower: with this number of replicas, padding in "
+        "the gradient buffers separates their weights"
+        if apart
+        else ""
+    )
+    dtype = str(settings.params_dtype).removeprefix("torch.")
+    return f"back end {settings.backend}{tower}, {dtype}{fp8}, on {where}{experts}"
 
 
 def frozen_storage(model: MegatronModule) -> str:

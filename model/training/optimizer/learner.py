@@ -82,7 +82,7 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
     settings, sides = config.optimizer, separation()
     on_gpu = device.type == "cuda"
     distributed = on_gpu if settings.distributed is None else settings.distributed
-    overlap = on_gpu and _has_replicas() if settings.overlap is None else settings.overlap
+    overlap = on_gpu and _has_replicas(model) if settings.overlap is None else settings.overlap
     if sides is not None and sides.holds_tower:
         overlap = False  # a rank of the tower may have no image in a micro-batch, or in a step, and then no pass
     if distributed and not on_gpu:
@@ -116,10 +116,13 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
     return Learner([wrapped], optimizer, build_schedule(optimizer, config))
 
 
-def _has_replicas() -> bool:
-    """Whether gradients are summed over ranks. Else what overlaps with the passes are only hooks of each parameter."""
-    of_experts = parallel_state.get_expert_data_parallel_world_size()
-    return int(max(parallel_state.get_data_parallel_world_size(with_context_parallel=True), of_experts)) > 1
+def _has_replicas(model: torch.nn.Module) -> bool:
+    """Whether gradients are summed over ranks. Otherwise overlap only adds hooks to each parameter."""
+    ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    config: Any = model.config
+    if config.num_moe_experts is not None:
+        ranks = max(ranks, int(parallel_state.get_expert_data_parallel_world_size()))
+    return ranks > 1
 
 
 def _build_sharded(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:

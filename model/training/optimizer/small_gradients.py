@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor, nn
 
-from model.network.grouped import COMPANIONS
+from model.network.grouped import take_companions
 from model.network.quantized import held_by
 
 #: Bytes of a gradient's memory up to which it waits. A launch of its own costs a larger one nothing.
@@ -43,10 +43,10 @@ class GradientBuffers(DistributedDataParallel):
 
     def _make_backward_post_hook(self, param: Any) -> Callable[..., None]:
         theirs: Callable[..., None] = super()._make_backward_post_hook(param)
-        companions = getattr(param, COMPANIONS, ())
 
         def hook(*_: Any) -> None:
-            if companions and self.ddp_config.overlap_grad_reduce:
+            companions = take_companions(param)
+            if self.ddp_config.overlap_grad_reduce:
                 for each in companions:
                     self.param_to_bucket_group[each].register_grad_ready(each, self.force_all_reduce)
             gradient = param.grad

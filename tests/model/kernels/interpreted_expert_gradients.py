@@ -20,33 +20,31 @@ def interpreted() -> None:
     generator = torch.Generator().manual_seed(1)
     for counts, k, n in (([5, 0, 33, 16], 48, 40), ([0, 0, 1], 32, 16), ([0, 0], 8, 8)):
         x, d = (torch.randn(sum(counts), width, generator=generator) for width in (k, n))
-        for accumulate in (False, True):
-            gradients = [torch.full((n, k), 0.5) for _ in counts]
-            places = torch.tensor([each.data_ptr() for each in gradients])
-            ends = torch.tensor(counts).cumsum(0).int()
-            add_weight_gradients(x, d, ends, places, accumulate, TILING)
-            pairs = zip(d.split(counts), x.split(counts), strict=True)
-            for found, (pull, given) in zip(gradients, pairs, strict=True):
-                wanted = pull.T @ given + 0.5 * accumulate
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        gradients = [torch.full((n, k), 0.5) for _ in counts]
+        places = torch.tensor([each.data_ptr() for each in gradients])
+        ends = torch.tensor(counts).cumsum(0).int()
+        add_weight_gradients(x, d, ends, places, TILING)
+        pairs = zip(d.split(counts), x.split(counts), strict=True)
+        for found, (pull, given) in zip(gradients, pairs, strict=True):
+            torch.testing.assert_close(found, pull.T @ given + 0.5, rtol=1e-5, atol=1e-5)
 
 
 class Grouped(nn.Module):
     """What the product needs of Transformer Engine's grouped layer."""
 
-    fuse_wgrad_accumulation, is_first_microbatch, disable_parameter_transpose_cache = True, True, False
+    fuse_wgrad_accumulation = True
 
     def __init__(self, experts: int, n: int, k: int) -> None:
         super().__init__()
         self.num_gemms, self.config = experts, SimpleNamespace(fp8=None, fp4=None)
         for number in range(experts):
             weight: Any = nn.Parameter(torch.randn(n, k))
-            weight.main_grad, weight.grad_added_to_main_grad = torch.full((n, k), 0.5), False
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(n, k), False
             self.register_parameter(f"weight{number}", weight)
 
 
 def in_the_layer() -> None:
-    """Outputs and gradients over two passes are those of products one by one; the first pass sets gradients."""
+    """Outputs and gradients over two passes are those of products one by one."""
     from model.network.grouped import ExpertRows, grouped_product, lay_out_experts, weights_in_line
 
     accept_scalar_bounds()

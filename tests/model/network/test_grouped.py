@@ -21,7 +21,7 @@ COUNTS = [5, 0, 3, 9]
 class Experts(nn.Module):
     """What the product needs of Transformer Engine's grouped layer, and a layer before it."""
 
-    fuse_wgrad_accumulation, is_first_microbatch, disable_parameter_transpose_cache = True, True, False
+    fuse_wgrad_accumulation = True
 
     def __init__(self, rows: int = 32, columns: int = 8) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ def plain_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Experts]:
     """Has torch compute what the kernel computes; holds the layer whose gradients it adds."""
     layers: list[Experts] = []
 
-    def add(x: Tensor, d: Tensor, ends: Tensor, places: Tensor, accumulate: bool) -> None:
+    def add(x: Tensor, d: Tensor, ends: Tensor, places: Tensor) -> None:
         weights = layers[0].weights
         assert places.tolist() == [each.main_grad.data_ptr() for each in weights]
         for each, pull, given in zip(weights, d.split(COUNTS), x.split(COUNTS), strict=True):
-            each.main_grad.copy_(pull.T @ given + accumulate * each.main_grad)
+            each.main_grad.add_(pull.T @ given)
 
     monkeypatch.setattr("model.kernels.expert_gradients.add_weight_gradients", add)
     return layers
@@ -102,22 +102,28 @@ def test_buckets_are_sent_once_all_gradients_are_made(
     plain_gradients.append(layer)
     groups = wrapped.bucket_groups
     assert len(groups) == (1 if bucket_size is None else 3)
-    sent: list[Any] = []
+    sent: dict[Any, list[Tensor]] = {}
     send = type(groups[0]).start_grad_sync
-    monkeypatch.setattr(
-        type(groups[0]), "start_grad_sync", lambda group, **all_of: (sent.append(group), send(group, **all_of))
-    )
+
+    def noted(group: Any, **all_of: Any) -> None:
+        assert group not in sent
+        send(group, **all_of)
+        sent[group] = [each.grad_data.clone() for each in group.buckets]
+
+    monkeypatch.setattr(type(groups[0]), "start_grad_sync", noted)
     for step in range(3):
         wrapped.zero_grad_buffer()
-        layer.is_first_microbatch = True
         inputs = [torch.randn(17, 8) for _ in range(2)]
         with wrapped.no_sync():
             wrapped(inputs[0]).sum().backward()
         assert not sent
         wrapped(inputs[1]).sum().backward()
         if step:  # megatron-core learns from a first step which gradients come
-            assert sorted(map(id, sent)) == sorted(map(id, groups))
+            assert set(sent) == set(groups)
         wrapped.finish_grad_sync()
+        for group, gradients in sent.items():
+            for bucket, gradient in zip(group.buckets, gradients, strict=True):
+                assert torch.equal(bucket.grad_data, gradient), "sent before all gradients were made"
         sent.clear()
         wanted = [torch.zeros(32, 8) for _ in COUNTS]
         for x in inputs:
