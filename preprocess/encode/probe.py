@@ -57,9 +57,11 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
     )
     encoder, remedy = Encoder(config, tokenizer), _REMEDY.format(family=config.family)
     rules = SampleRules(tokenizer.info, config.pad_multiple, True, config.model_family)
-    size = config.model_family.image_size(32, 32, least, 4 * least)
-    for conversation in (_talk(()), _talk((_image(*size),))):
+    for with_image in (False, True):
+        conversation = _talk(())
         try:
+            if with_image:
+                conversation = _talk((_image(*config.model_family.image_size(32, 32, least, 4 * least)),))
             sample = encoder.encode(conversation)
         except RowRejected as error:
             if conversation.media and not _knows_images(encoder, conversation):

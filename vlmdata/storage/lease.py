@@ -195,12 +195,14 @@ class OwnLock:
             self.check()
             raise
         ends = time.monotonic() + PATIENCE
+        is_last = False
         while store.read(name) != content:  # Azure may answer before it has copied
-            if time.monotonic() > ends:
+            if is_last:
                 raise ResourceError(
                     f"{store.path(name)}: the store has not copied it from {self.last}. Run the same command again."
                 )
             time.sleep(PATIENCE / 300)
+            is_last = time.monotonic() > ends  # a slow request does not count against the store's copying
 
     def _look(self) -> None:
         """Asks the store whether this process still has the lock."""
