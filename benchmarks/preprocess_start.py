@@ -2,7 +2,8 @@
 
 ``python preprocess_start.py RECEIPTS.parquet --before TREE`` runs the installed command, and the same command on the
 packages of another checkout, in turn. ``side`` is two commands of one worker each, started together on half of the
-rows: what two workers could reach at most. Time before the first row ends when a shard is begun.
+rows: what two workers could reach at most. Time before the first row ends when a shard is begun. Each command runs
+once unmeasured, and Python keeps the bytecode of packages, as it does for users.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _BECOME_PARENT_OF_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER: the CPU time of the wo
 def measure(sources: list[Path], workers: int, tokenizer: str, tree: Path | None) -> tuple[float, float, float]:
     """Runs a command for each source at once. Returns seconds to the first row and to the end, and CPU seconds."""
     with TemporaryDirectory() as work:  # not this folder, whose preprocess.py the worker server would import
-        environment = {**os.environ, **({"PYTHONPATH": str(tree)} if tree else {})}
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment |= {"PYTHONPATH": str(tree)} if tree else {}
         before, begun, first = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0.0
         running = []
         for number, source in enumerate(sources):
@@ -78,10 +80,10 @@ def main() -> None:
         for tokenizer in given.tokenizer or ["embedded"]:
             for tree in filter(None, [given.before, Path(__file__).parents[1]]):
                 for workers in (1, 2):
-                    runs = [measure([files[1]], workers, tokenizer, tree) for _ in range(given.rounds)]
-                    first, seconds, cpu = map(min, zip(*runs, strict=True))
+                    runs = [measure([files[1]], workers, tokenizer, tree) for _ in range(1 + given.rounds)]
+                    first, seconds, cpu = map(min, zip(*runs[1:], strict=True))
                     which = "before" if tree == given.before else "now"
-                    print(f"| {Path(tokenizer).name}, {which} | {workers} | {first:.1f} | {seconds:.1f} | {cpu:.1f} |")
+                    print(f"| {Path(tokenizer).name}, {which} | {workers} | {first:.2f} | {seconds:.2f} | {cpu:.2f} |")
                     sys.stdout.flush()
         _rows(files, given.rounds)
 

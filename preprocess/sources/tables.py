@@ -133,7 +133,8 @@ class TableRows:
                 self._cursor = None
             reader = _READER[self.kind](self.files[file], self._places_in(file))
         batches = reader.batches(fragment - int(self.first_fragments[file]))
-        return _TableCursor(file, reader, fragment, batches, self.schema.empty_table(), int(self.starts[fragment]))
+        none = pa.Table.from_batches([], self.schema)  # empty_table imports pandas
+        return _TableCursor(file, reader, fragment, batches, none, int(self.starts[fragment]))
 
     def _places_in(self, file: int) -> list[tuple[int, int]]:
         first, after = self.first_fragments[file : file + 2]
