@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
 from preprocess.chat.tokenizer import load_tokenizer
 
 _RUN = """
@@ -45,3 +49,24 @@ def test_a_tokenizer_loaded_for_its_own_sake_is_the_same(tmp_path, tokenizer):
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == str(load_tokenizer(folder).info)
+
+
+def test_pandas_is_imported_after_the_last_row(tmp_path):
+    """Arrow does it for its own sake where a table is made from Python's values."""
+    image = tmp_path / "image.png"
+    Image.new("RGB", (64, 64)).save(image)
+    turns = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "black"}]
+    row = {"messages": [json.dumps(turns)], "images": [[{"bytes": image.read_bytes()}]]}
+    pq.write_table(pa.table(row), tmp_path / "chats.parquet")
+    watch = (
+        "import sys\n"
+        "from preprocess.shards import job\n"
+        "made = job.index_table\n"
+        "def index_table(*rows):\n"
+        "    assert 'pandas' not in sys.modules\n"
+        "    return made(*rows)\n"
+        "job.index_table = index_table\n"
+    )
+    options = [tmp_path / "chats.parquet", "--tokenizer", "embedded", "--out", tmp_path / "out", "-j", "1"]
+    done = subprocess.run([sys.executable, "-c", watch + _RUN, "preprocess", *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
