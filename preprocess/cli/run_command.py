@@ -73,7 +73,7 @@ def run_command(command: PreprocessCommand) -> int:
     names = split_names(command.split, holdout=command.holdout, trace=command.trace, lengths=command.lengths)
     if store is not None:
         _warm_up(command, engine, [store if name is None else store.below(name) for name in _made(command, names)])
-    if is_command() and not _runs_own_code(command):
+    if is_command() and not runs_own_code(command):
         importlib.import_module("preprocess.chat.only_tokenizers")
     quiet_libraries()
     command = dataclasses.replace(command, config=_with_family(command, talk))
@@ -91,7 +91,7 @@ def run_command(command: PreprocessCommand) -> int:
     assert store is not None
     with _counting(talk, "row", "read to divide them") as read:
         workers = command.workers or available_cores()
-        preload = preloaded(_runs_own_code(command))
+        preload = preloaded(runs_own_code(command))
         outputs = divide(sources, store, holdout=command.holdout, workers=workers, preload=preload, on_rows=read)
     with errors_named(engine):
         workers = command.workers or engine.default_workers(command.config)
@@ -116,16 +116,24 @@ def _warm_up(command: PreprocessCommand, engine: Engine, stores: Iterable[Store]
     """Lets workers import their libraries while this process imports its own, unless all datasets are finished."""
     if not isinstance(engine, Local):
         return
-    engine.own_code = _runs_own_code(command)
+    engine.own_code = runs_own_code(command)
     if command.overwrite or any(store.size(MANIFEST_NAME) is None for store in stores):
         engine.warm_up(command.workers or engine.default_workers(command.config))
 
 
-def _runs_own_code(command: PreprocessCommand) -> bool:
+def runs_own_code(command: PreprocessCommand) -> bool:
     """Whether an extension is not built in, and so may need any library."""
     config = command.config
-    named = ((RECIPES, config.recipe), (CODECS, config.pixels), (FAMILIES, config.family), (ENGINES, command.engine))
+    named = [(RECIPES, config.recipe), (FAMILIES, config.family), (ENGINES, command.engine)]
+    named += [(CODECS, name) for name in (config.pixels, config.video.pixels) if name is not None]
+    if _finds_family(command):
+        named += [(FAMILIES, name) for name in FAMILIES.names()]
     return any(name not in registry for registry, name in named)
+
+
+def _finds_family(command: PreprocessCommand) -> bool:
+    """Whether the tokenizer's files choose the family, among all that are known."""
+    return "family" not in command.given and command.config.tokenizer != EMBEDDED
 
 
 def _tokenizer_of(config: PreprocessConfig) -> ChatTokenizer:
@@ -244,7 +252,7 @@ def _with_family(command: PreprocessCommand, talk: Console) -> PreprocessConfig:
         UsageError: If the image bounds do not fit the family.
     """
     config = command.config
-    if "family" not in command.given and config.tokenizer != EMBEDDED:
+    if _finds_family(command):
         found = family_of(config.tokenizer, config.tokenizer_revision)
         if found != config.family:
             talk.print(f"family {found}, by the tokenizer's files", markup=False)

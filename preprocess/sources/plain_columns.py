@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ def plain_features(schema: pa.Schema) -> Mapping[str, Any] | None:
     A struct is a mapping, a list has the attribute ``feature``, and all else is None.
     """
     try:
+        _require_distinct(schema.names)
         declared = _declared(schema)
         return {
             field.name: _of_declared(declared[field.name], field) if field.name in declared else _of_type(field)
@@ -58,6 +59,11 @@ def _declared(schema: pa.Schema) -> Mapping[str, Any]:
     return found
 
 
+def _require_distinct(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        raise _NotPlainError
+
+
 def _of_type(field: pa.Field) -> Any:
     kind = field.type
     if not field.nullable:
@@ -65,6 +71,7 @@ def _of_type(field: pa.Field) -> Any:
     if kind in _VALUES:
         return None
     if pa.types.is_struct(kind):
+        _require_distinct([each.name for each in kind.fields])
         return {each.name: _of_type(each) for each in kind.fields}
     if pa.types.is_list(kind):
         return _ListOf(_of_type(kind.value_field))

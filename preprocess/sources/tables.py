@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -183,11 +184,14 @@ def _from_json(kept: Any) -> list[Fragments]:
 
 def _target(files: Sequence[DataFile], schemas: Sequence[pa.Schema], features: Any) -> pa.Schema:
     """Returns the columns with which all files are read."""
+    for file, schema in zip(files, schemas, strict=True):
+        if twice := [name for name, times in Counter(schema.names).items() if times > 1]:
+            raise SourceError(f"SOURCE {file.place}: it has several columns {twice[0]!r}. Give each its own name.")
     if features is None and all(each == schemas[0] for each in schemas) and plain_features(schemas[0]) is not None:
         return schemas[0]
     try:
         target = (features or _library_features(schemas[0])).arrow_schema
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         raise SourceError(f"SOURCE {files[0].place}: its columns cannot be read: {error}") from error
     seen: list[pa.Schema] = []
     for file, schema in zip(files, schemas, strict=True):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
 from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.cli.command import PreprocessCommand
+from preprocess.cli.run_command import runs_own_code
+from preprocess.config import PreprocessConfig
+from preprocess.media_config import VideoConfig
 
 _RUN = """
 import sys
@@ -70,3 +77,40 @@ def test_pandas_is_imported_after_the_last_row(tmp_path):
     options = [tmp_path / "chats.parquet", "--tokenizer", "embedded", "--out", tmp_path / "out", "-j", "1"]
     done = subprocess.run([sys.executable, "-c", watch + _RUN, "preprocess", *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+_FAMILY = """
+from dataclasses import replace
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel  # needs torch
+from vlmdata.families import family
+FAMILY = replace(family("qwen3_5"), name="mine", model_types=("mine",), processors=())
+"""
+
+
+def test_a_family_that_the_tokenizer_names_may_need_models(tmp_path, tokenizer):
+    """It is known by the environment or its package, not by an option."""
+    (tmp_path / "mine.py").write_text(_FAMILY)
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "config.json").write_text('{"model_type": "mine"}')
+    (tmp_path / "text.jsonl").write_text('{"text": "Four."}\n')
+    options = ["preprocess", "text.jsonl", "--recipe", "text", "--tokenizer", "tokenizer", "--out", "out", "-j", "1"]
+    environment = os.environ | {"VLMDATA_FAMILIES": "mine.py:FAMILY"}
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *options], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "family mine, by the tokenizer's files" in done.stderr
+
+
+@pytest.mark.parametrize("own", ["recipe", "pixels", "video", "engine"])
+def test_an_own_extension_may_need_any_library(own):
+    given = {
+        "recipe": {"recipe": "own:Recipe"},
+        "pixels": {"pixels": "tests.media.shuffled_zlib:CODEC"},
+        "video": {"video": VideoConfig(pixels="tests.media.shuffled_zlib:CODEC")},
+        "engine": {},
+    }[own]
+    built_in = PreprocessCommand(config=PreprocessConfig())
+    assert not runs_own_code(built_in)
+    engine = "own:Engine" if own == "engine" else built_in.engine
+    assert runs_own_code(replace(built_in, engine=engine, config=PreprocessConfig(**given)))

@@ -81,6 +81,7 @@ def _kinds(value: Any) -> Any:
         _declaring(pa.schema([("a", pa.int64())]), a={"names": ["x"], "_type": "ClassLabel"}),
         _declaring(pa.schema([("a", pa.list_(pa.string()))]), a=[_TEXT]),
         pa.schema([("a", pa.string())]).with_metadata({"huggingface": "{"}),
+        pa.schema([("a", pa.struct([("b", pa.int8()), ("b", pa.int8())]))]),
     ],
     ids=str,
 )

@@ -150,6 +150,14 @@ def test_columns_that_do_not_fit_are_refused_before_a_row_is_read(tmp_path):
         open_source(str(tmp_path))
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    """A row is a mapping, which would have one of them."""
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=r"a.parquet: it has several columns 'a'"):
+        open_source(str(tmp_path / "a.parquet"))
+
+
 @pytest.mark.parametrize("name", ["features", "arrow stream"])
 def test_shards_index_and_ledger_are_those_of_datasets(tmp_path, name):
     kind = WRITERS[name][0]
