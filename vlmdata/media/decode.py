@@ -223,7 +223,8 @@ def _memory(image: Image.Image) -> npt.NDArray[np.uint8]:
     """Returns the pixels of an RGB image: Pillow's own memory, four bytes per pixel, or else a copy of three."""
     if hasattr(image, "__arrow_c_array__"):  # Pillow 11.2
         try:
-            memory: npt.NDArray[np.uint8] = np.from_dlpack(pa.array(image).flatten())  # to_numpy imports pandas
+            # to_numpy imports pandas
+            memory = np.asarray(np.from_dlpack(pa.array(image).flatten()), np.uint8)
         except ValueError:  # images over 16 MiB are in several blocks
             pass
         else:
