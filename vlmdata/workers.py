@@ -341,6 +341,15 @@ def start_worker_server(preload: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def end_worker_server() -> None:
+    """Ends the process from which workers are forked, also while it imports. There must be no workers."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()  # of the standard library, for its own tests
+
+
 def _serve(pipe: Connection[Any, Any], prepare: Callable[[], Callable[[Any], Any]]) -> None:
     """Main loop of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

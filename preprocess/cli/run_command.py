@@ -55,6 +55,7 @@ from vlmdata.media.c_library import keep_memory
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.storage import Store
 from vlmdata.wording import counted
+from vlmdata.workers import end_worker_server
 
 #: Without a terminal, prints a line at this count and at each doubling.
 _LEAST_COUNT = 64
@@ -73,17 +74,12 @@ def run_command(command: PreprocessCommand) -> int:
     names = split_names(command.split, holdout=command.holdout, trace=command.trace, lengths=command.lengths)
     if store is not None:
         _warm_up(command, engine, [store if name is None else store.below(name) for name in _made(command, names)])
-    if is_command() and not runs_own_code(command):
-        importlib.import_module("preprocess.chat.only_tokenizers")
-    quiet_libraries()
-    command = dataclasses.replace(command, config=_with_family(command, talk))
-    tokenizer = None
-    if command.config.tokenizer != EMBEDDED:
-        # before the source, a possibly long download
-        tokenizer = _tokenizer_of(command.config)
-    talk.print(f"opening {command.source} …", markup=False, soft_wrap=True)
-    sources = _open_sources(command, names, talk)
-    command = dataclasses.replace(command, config=_with_recipe(command, sources, talk))
+    try:
+        command, tokenizer, sources = _opened(command, names, talk)
+    except BaseException:
+        if is_command():  # it may import for seconds, and whoever reads this process's messages waits for their end
+            end_worker_server()
+        raise
     if command.trace is not None:
         return _trace(sources[names[0]], command.config, command.trace)
     if command.lengths is not None:
@@ -105,6 +101,23 @@ def run_command(command: PreprocessCommand) -> int:
     return int(any(report.failure is not None for report in reports.values()))
 
 
+def _opened(
+    command: PreprocessCommand, names: Sequence[str | None], talk: Console
+) -> tuple[PreprocessCommand, ChatTokenizer | None, Mapping[str | None, Source]]:
+    """Loads the tokenizer and opens the splits. Returns them with the command that has their family and recipe."""
+    if is_command() and not runs_own_code(command):
+        importlib.import_module("preprocess.chat.only_tokenizers")
+    quiet_libraries()
+    command = dataclasses.replace(command, config=_with_family(command, talk))
+    tokenizer = None
+    if command.config.tokenizer != EMBEDDED:
+        # before the source, a possibly long download
+        tokenizer = _tokenizer_of(command.config)
+    talk.print(f"opening {command.source} …", markup=False, soft_wrap=True)
+    sources = _open_sources(command, names, talk)
+    return dataclasses.replace(command, config=_with_recipe(command, sources, talk)), tokenizer, sources
+
+
 def _made(command: PreprocessCommand, splits: Sequence[str | None]) -> Sequence[str | None]:
     """Returns the names of the datasets that the command makes; None for a single one."""
     if command.holdout is not None:
@@ -118,7 +131,8 @@ def _warm_up(command: PreprocessCommand, engine: Engine, stores: Iterable[Store]
         return
     engine.own_code = runs_own_code(command)
     if command.overwrite or any(store.size(MANIFEST_NAME) is None for store in stores):
-        engine.warm_up(command.workers or engine.default_workers(command.config))
+        with errors_named(engine):
+            engine.warm_up(command.workers or engine.default_workers(command.config))
 
 
 def runs_own_code(command: PreprocessCommand) -> bool:

@@ -114,3 +114,13 @@ def test_an_own_extension_may_need_any_library(own):
     assert not runs_own_code(built_in)
     engine = "own:Engine" if own == "engine" else built_in.engine
     assert runs_own_code(replace(built_in, engine=engine, config=PreprocessConfig(**given)))
+
+
+def test_no_process_outlives_a_command_that_cannot_begin(tmp_path):
+    """The server of workers still imports then; whoever reads the messages to their end would wait for it."""
+    watched = _RUN.replace("assert not stop.code, stop.code", "assert stop.code == 2, stop.code")
+    watched += "from multiprocessing import forkserver\nassert forkserver._forkserver._forkserver_pid is None\n"
+    options = ["preprocess", "absent.jsonl", "--tokenizer", "embedded", "--out", str(tmp_path / "out"), "-j", "2"]
+    done = subprocess.run([sys.executable, "-c", watched, *options], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "absent.jsonl: no such file" in done.stderr

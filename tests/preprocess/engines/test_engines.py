@@ -106,6 +106,22 @@ def test_an_engine_that_does_not_start_is_named(cord_parquet: Path, tmp_path: Pa
         preprocess_dataset(open_source(str(cord_parquet)), tmp_path, CONFIG, engine=NoCluster())
 
 
+class OwnLocal(Local):
+    """Does not start either."""
+
+    def warm_up(self, workers: int) -> None:
+        """Fails."""
+        raise RuntimeError("no cluster")
+
+
+def test_one_that_is_local_is_named_by_the_command_too(
+    vlmdata: Callable[..., Ended], cord_parquet: Path, tmp_path: Path
+) -> None:
+    """The command starts it before it opens the source."""
+    ended = vlmdata("preprocess", cord_parquet, "--out", tmp_path, *TOKENIZER, "--engine", f"{__name__}:OwnLocal")
+    assert (ended.code, "OwnLocal: it failed: RuntimeError: no cluster (" in ended.stderr) == (2, True), ended
+
+
 class Remote(Engine):
     """A worker that gets pickled bytes and counts nothing."""
 
