@@ -243,7 +243,11 @@ class Family:
         return (View(size),)
 
     def patchify(self, image: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
-        """Cuts an image into patches; see :func:`vlmdata.families.patches.patchify`."""
+        """Cuts an image into patches; see :func:`vlmdata.families.patches.patchify`.
+
+        Some whole rows of tokens of an image must give the patches that the image has there: large images are cut in
+        such bands.
+        """
         return patchify(image, self.patch_size, self.merge_size, out)
 
     def unpatchify(self, patches: npt.NDArray[np.uint8], grid_h: int, grid_w: int) -> npt.NDArray[np.uint8]:
