@@ -89,7 +89,7 @@ def test_impossible_changes_are_refused(chat: Path, receipts: Path) -> None:
     for data, seed, saved, problem in [
         (chat, 0, state, "the run used this dataset .* Give it with weight 0"),
         ([chat, receipts], 1, state | {"micro_batch": 2}, "may change only between steps"),
-        ([chat, receipts], 1, state | {"plan": state["plan"] | {"algorithm": 1}}, "algorithm: 1 -> 4"),
+        ([chat, receipts], 1, state | {"plan": state["plan"] | {"algorithm": 1}}, "algorithm: 1 -> 5"),
     ]:
         with stream(data, parts=(), seed=seed) as loader, pytest.raises(ConfigMismatchError, match=problem):
             loader.load_state_dict(saved, change=True)

@@ -18,7 +18,7 @@ from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
 
 # Changes whenever the same inputs give another plan, so that a resume across versions is rejected, not silently
 # different.
-ALGORITHM_VERSION = 4
+ALGORITHM_VERSION = 5
 # The same for plans with a shuffle_window; other plans stay valid if it changes.
 WINDOWS_VERSION = 2
 

@@ -1,22 +1,24 @@
 """Packing under two limits: tokens and vision patches per pack.
 
-Patches are nearly a function of tokens, so usually one limit decides and the other is rarely reached. The deciding
-limit (with the greater lower bound) is packed alone, which is fast and tight. Where that is tokens, packs exchange
-samples of equal length until few exceed the patches. Packs that violate the other limit are emptied, together with
-enough packs that have spare room in it, and their samples are packed again under both limits. The last part runs for
-all windows at once, since its cost is the number of numpy operations.
+One limit is packed alone, which is fast and tight: the one that decides (with the greater lower bound), or each in turn
+if they are close. Packs that exceed the other limit exchange samples, first those of equal use of the packed limit
+(`evening.py`), then any (`exchanges.py`). If some packs still exceed a limit, these are emptied together with packs
+that have spare room, and their samples are packed again under both limits. Exchanges and packing again run for all
+windows at once, since their cost is the number of numpy operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.packing.arrays import IntArray, stable_order, sums_by
+from vlmdata.packing.arrays import IntArray, sums_by
 from vlmdata.packing.bins.cells import pack_pairs
+from vlmdata.packing.bins.evening import even_out
+from vlmdata.packing.bins.exchanges import exchange
 from vlmdata.packing.bins.one_limit import (
     TRY_ALL,
     WITHOUT_PATTERNS,
@@ -36,16 +38,9 @@ _REPACK_LOAD = 0.96
 # A limit whose lower bound is below this share of the other's does not decide; otherwise both orders are tried.
 _CLEARLY_LESS = 0.9
 # With more than twice as many samples, the better order is chosen on a subset of this size.
-_TRIAL_SAMPLES = 200_000
-# If all items of a bin changed at once, it would go from too little to too much. So the items are spread over groups
-# that are exchanged one after another, and the items of a size over parts; a bin has about one item in each.
-_GROUPS = 32
-_PART = 64
-_MAX_SWEEPS = 8
-# A sweep that leaves more than this share of the excess is the last one.
-_WORTHWHILE = 0.9
-# Less excess than this share of what all bins may hold is left to the repair.
-_NEGLIGIBLE = 1e-4
+_TRIAL_SAMPLES = 50_000
+# Packs by patches are given one pack in so many more than the tokens need, so that exchanges find some room.
+_SPARE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +62,21 @@ class Window:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Draft:
-    """A window packed by one limit, before violations of the other are repaired."""
+    """A packing of a window in which some packs may exceed a limit."""
 
     window: Window
-    items: IntArray  # int64 (m,), packed samples, by position in the window
-    packed: IntArray  # int64 (m,), their use of the packed limit
-    other: IntArray  # int64 (m,), their use of the other limit
-    bins: Bins  # bins of positions in items
-    emptied: npt.NDArray[np.bool_]  # bool (bins,), bins to pack again
+    labels: IntArray  # int64 (n,), the pack of each sample
+    num_bins: int
 
-    def pool(self) -> IntArray:
-        """Positions in ``items`` to pack again, int64 (k,)."""
-        return np.flatnonzero(self.emptied[self.bins.bin_of_item()])
+    def use(self) -> tuple[IntArray, IntArray]:
+        """Sums tokens and patches, int64 (packs,) each."""
+        labels, window = self.labels, self.window
+        return sums_by(labels, window.tokens, self.num_bins), sums_by(labels, window.patches, self.num_bins)
+
+    def broken(self, limits: tuple[int, int]) -> npt.NDArray[np.bool_]:
+        """Marks the packs that exceed a limit, bool (packs,)."""
+        tokens, patches = self.use()
+        return (tokens > limits[0]) | (patches > limits[1])
 
 
 def pack_windows(windows: Sequence[Window], limits: Limits, key: int) -> list[Bins]:
@@ -152,63 +150,138 @@ def _by_tokens(
 ) -> list[Bins]:
     """Packs by tokens, then repairs violations of the patch limit."""
     preference = preference or _learn([window.tokens for window in windows], capacity, derive_key("tokens", key))
-    drafts = []
+    packed, drafts = [], []
     for window in windows:
         bins = pack_sizes(window.tokens, capacity, window.key, preference)
-        everything = np.arange(len(window.tokens))
+        labels = bins.bin_of_item()
+        packed.append(bins)
         if (bins.sums(window.patches) > max_patches).any():
-            labels = even_out(bins.bin_of_item(), window.tokens, window.patches, max_patches)
-            bins = group_items(everything, labels, bins.num_bins)
-        emptied = _to_empty(bins.sums(window.patches), max_patches)
-        drafts.append(_Draft(window, everything, window.tokens, window.patches, bins, emptied))
-    repacked = _repack(drafts, capacity, max_patches, derive_key("tokens", key))
-    return [
-        group_items(draft.items, labels, count) if draft.emptied.any() else draft.bins
-        for draft, (labels, count) in zip(drafts, repacked, strict=True)
-    ]
+            labels = even_out(labels, window.tokens, window.patches, max_patches)
+        drafts.append(_Draft(window, labels, bins.num_bins))
+    limits, key = (capacity, max_patches), derive_key("tokens", key)
+    settled = _settle(drafts, limits, key, lambda left: _repack([drafts[at] for at in left], limits, key))
+    fits = [not (bins.sums(one.patches) > max_patches).any() for bins, one in zip(packed, windows, strict=True)]
+    return [bins if fit else found for bins, fit, found in zip(packed, fits, settled, strict=True)]
 
 
 def _by_patches(
     windows: Sequence[Window], capacity: int, max_patches: int, key: int, preference: Preference | None = None
 ) -> list[Bins]:
-    """Packs samples with patches by patches, repairs violations of the token limit, and fills the rest with text."""
+    """Packs samples with patches by patches, fills up with text, and repairs violations of the token limit."""
     images = [np.flatnonzero(window.patches) for window in windows]
     # Merged images have a multiple of 4 patches, so this unit gives fewer distinct sizes.
     unit = int(np.gcd.reduce(np.concatenate([w.patches for w in windows]))) if windows else 1
     limit = max_patches // unit
     sizes = [window.patches[some] // unit for window, some in zip(windows, images, strict=True)]
     preference = preference or _learn(sizes, limit, derive_key("patches", key))
-    drafts = []
+    packed, drafts = [], []
     for window, some, size in zip(windows, images, sizes, strict=True):
         bins = pack_sizes(size, limit, window.key, preference)
-        other = window.tokens[some]
-        drafts.append(_Draft(window, some, size, other, bins, _to_empty(bins.sums(other), capacity)))
-    result = []
-    for draft, (label, count) in zip(drafts, _repack(drafts, limit, capacity, derive_key("patches", key)), strict=True):
-        text = np.flatnonzero(draft.window.patches == 0)
-        rooms = capacity - sums_by(label, draft.other, count)
-        text_label, total = fill_up(rooms, draft.window.tokens[text], capacity, derive_key("text", draft.window.key))
-        items, labels = np.concatenate([draft.items, text]), np.concatenate([label, text_label])
-        result.append(group_items(items, labels, total))
+        part = Window(window.tokens[some], window.patches[some], window.key)
+        packed.append(_Draft(part, bins.bin_of_item(), bins.num_bins))
+        bound = _bound(window.tokens, capacity)
+        wanted = max(bins.num_bins, bound + bound // _SPARE)
+        drafts.append(_tightened(_with_text(window, packed[-1], capacity), wanted, capacity))
+    limits, key = (capacity, max_patches), derive_key("patches", key)
+
+    def repacked(left: Sequence[int]) -> list[_Draft]:
+        found = _repack([packed[at] for at in left], limits, key)
+        return [_with_text(windows[at], draft, capacity) for at, draft in zip(left, found, strict=True)]
+
+    return _settle(drafts, limits, key, repacked)
+
+
+def _with_text(window: Window, images: _Draft, capacity: int) -> _Draft:
+    """Fills the packs of a window's samples with patches up with its other samples."""
+    rooms = np.maximum(capacity - images.use()[0], 0)
+    is_text = window.patches == 0
+    labels = np.empty(len(is_text), np.int64)
+    labels[~is_text] = images.labels
+    labels[is_text], total = fill_up(rooms, window.tokens[is_text], capacity, derive_key("text", window.key))
+    return _Draft(window, labels, total)
+
+
+def _tightened(draft: _Draft, wanted: int, capacity: int) -> _Draft:
+    """Deals the samples of packs from ``wanted`` on to the packs with most room, and evens out the tokens."""
+    window, labels, num_bins = draft.window, draft.labels.copy(), min(draft.num_bins, wanted)
+    rest = np.flatnonzero(labels >= wanted)
+    rest = rest[np.argsort(-window.tokens[rest], kind="stable")]
+    kept = labels < wanted
+    use = sums_by(labels[kept], window.tokens[kept], num_bins)
+    for start in range(0, len(rest), num_bins):
+        part = rest[start : start + num_bins]
+        to = np.argsort(use, kind="stable")[: len(part)]
+        labels[part] = to
+        use[to] += window.tokens[part]
+    if (use > capacity).any():
+        labels = even_out(labels, window.patches, window.tokens, capacity)
+    return _Draft(window, labels, num_bins)
+
+
+def _settle(
+    drafts: Sequence[_Draft],
+    limits: tuple[int, int],
+    key: int,
+    otherwise: Callable[[Sequence[int]], list[_Draft]],
+) -> list[Bins]:
+    """Repairs drafts by exchanges; if these do not suffice, the best of more packs, packing again and ``otherwise``."""
+    exchanged = _exchanged(drafts, limits, derive_key("exchanges", key))
+    left = [at for at, draft in enumerate(exchanged) if draft.broken(limits).any()]
+    if left:
+        some = [exchanged[at] for at in left]
+        more = [replace(draft, num_bins=draft.num_bins + 1 + draft.num_bins * 2 // _SPARE) for draft in some]
+        more = _exchanged(more, limits, derive_key("more", key))
+        ways = [*(_repack(each, limits, derive_key("again", key)) for each in (some, more)), otherwise(left)]
+        for at, *found in zip(left, *ways, strict=True):
+            exchanged[at] = min(found, key=lambda draft: draft.num_bins)
+    return [group_items(np.arange(len(draft.labels)), draft.labels, draft.num_bins) for draft in exchanged]
+
+
+def _exchanged(drafts: Sequence[_Draft], limits: tuple[int, int], key: int) -> list[_Draft]:
+    """Exchanges samples between the packs of each draft."""
+    result = list(drafts)
+    some = [at for at, draft in enumerate(drafts) if draft.broken(limits).any()]
+    if not some:
+        return result
+    counts = np.array([drafts[at].num_bins for at in some])
+    firsts = (np.cumsum(counts) - counts).tolist()
+    labels = exchange(
+        np.concatenate([drafts[at].labels + first for at, first in zip(some, firsts, strict=True)]),
+        np.repeat(np.arange(len(some)), counts),
+        (
+            np.concatenate([drafts[at].window.tokens for at in some]),
+            np.concatenate([drafts[at].window.patches for at in some]),
+        ),
+        limits,
+        key,
+    )
+    ends = np.cumsum([len(drafts[at].labels) for at in some])[:-1]
+    for at, first, part in zip(some, firsts, np.split(labels, ends), strict=True):
+        used, local = np.unique(part - first, return_inverse=True)
+        result[at] = _Draft(drafts[at].window, local, len(used))
     return result
 
 
-def _repack(drafts: Sequence[_Draft], packed_limit: int, other_limit: int, key: int) -> list[tuple[IntArray, int]]:
-    """Packs emptied samples under both limits. Returns, per draft, each item's bin, int64 (m,), and the bin count."""
-    pools = [draft.pool() for draft in drafts]
+def _repack(drafts: Sequence[_Draft], limits: tuple[int, int], key: int) -> list[_Draft]:
+    """Empties packs over a limit, and others, and packs their samples again under both limits."""
+    emptied = []
+    for draft in drafts:
+        tokens, patches = draft.use()
+        emptied.append(_to_empty(tokens, limits[0]) | _to_empty(patches, limits[1]))
+    pools = [np.flatnonzero(some[draft.labels]) for draft, some in zip(drafts, emptied, strict=True)]
     counts = [len(pool) for pool in pools]
     if not sum(counts):
-        return [(draft.bins.bin_of_item(), draft.bins.num_bins) for draft in drafts]
-    packed = np.concatenate([draft.packed[pool] for draft, pool in zip(drafts, pools, strict=True)])
-    other = np.concatenate([draft.other[pool] for draft, pool in zip(drafts, pools, strict=True)])
-    again = pack_pairs(packed, other, packed_limit, other_limit, key, np.repeat(np.arange(len(drafts)), counts))
+        return list(drafts)
+    first = np.concatenate([draft.window.tokens[pool] for draft, pool in zip(drafts, pools, strict=True)])
+    second = np.concatenate([draft.window.patches[pool] for draft, pool in zip(drafts, pools, strict=True)])
+    again = pack_pairs(first, second, *limits, key, np.repeat(np.arange(len(drafts)), counts))
     result = []
-    for draft, pool, part in zip(drafts, pools, np.split(again, np.cumsum(counts)[:-1]), strict=True):
+    for draft, some, pool, part in zip(drafts, emptied, pools, np.split(again, np.cumsum(counts)[:-1]), strict=True):
         used, local = np.unique(part, return_inverse=True)
-        kept = ~draft.emptied
-        label = (np.cumsum(kept) - 1)[draft.bins.bin_of_item()]
-        label[pool] = local + int(kept.sum())
-        result.append((label, int(kept.sum()) + len(used)))
+        kept = ~some
+        labels = (np.cumsum(kept) - 1)[draft.labels]
+        labels[pool] = local + int(kept.sum())
+        result.append(_Draft(draft.window, labels, int(kept.sum()) + len(used)))
     return result
 
 
@@ -224,78 +297,3 @@ def _to_empty(use: IntArray, limit: int) -> npt.NDArray[np.bool_]:
     count = min(int(np.searchsorted(np.cumsum(spare[order]), excess)) + 1, int((spare > 0).sum()))
     broken[order[:count]] = True
     return broken
-
-
-def even_out(labels: IntArray, sizes: IntArray, other: IntArray, limit: int) -> IntArray:
-    """Exchanges items of equal size until few bins exceed the limit of their other use, all int64 (n,).
-
-    No bin may be empty. Returns the bin of each item: the given ones if exchanges reduce the excess by less than half.
-    """
-    use = sums_by(labels, other, int(labels.max()) + 1)
-    least = before = _excess(use, limit)
-    if least <= limit * len(use) * _NEGLIGIBLE:
-        return labels
-    groups = _Groups.of(sizes, other)
-    bins = best = labels[groups.items]
-    needs = other[groups.items]
-    for _ in range(_MAX_SWEEPS):
-        bins = _sweep(bins, needs, use, groups)
-        last, excess = least, _excess(use, limit)
-        if excess < least:
-            best, least = bins, excess
-        if excess > last * _WORTHWHILE or least <= limit * len(use) * _NEGLIGIBLE:
-            break
-    if 2 * least >= before:
-        return labels
-    found = np.empty_like(labels)
-    found[groups.items] = best
-    return found
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Groups:
-    """Items by group, within a group by part, and within a part by decreasing use of the second limit."""
-
-    items: IntArray  # int64 (n,), positions of items
-    parts: IntArray  # int64 (n,), number of each one's part within its group, non-decreasing in a group
-    bounds: tuple[int, ...]  # group g is [bounds[g], bounds[g + 1])
-
-    @classmethod
-    def of(cls, sizes: IntArray, other: IntArray) -> _Groups:
-        """Spreads the items of each size over parts, and the parts over groups."""
-        most = int(other.max())
-        order = stable_order(sizes * (most + 1) + (most - other), (int(sizes.max()) + 1) * (most + 1))
-        first = np.flatnonzero(np.concatenate([[True], np.diff(sizes[order]) != 0]))
-        counts = np.diff(first, append=len(order))
-        parts = -(-counts // _PART)
-        within = np.arange(len(order)) - np.repeat(first, counts)
-        number = np.repeat(np.cumsum(parts) - parts, counts) + within % np.repeat(parts, counts)
-        part, group = np.divmod(number, _GROUPS)
-        in_group = -(-int(parts.sum()) // _GROUPS)
-        by_group = stable_order(group * in_group + part, _GROUPS * in_group)
-        bounds = np.cumsum(np.bincount(group, minlength=_GROUPS)).tolist()
-        return cls(order[by_group], part[by_group], (0, *bounds))
-
-
-def _sweep(bins: IntArray, needs: IntArray, use: IntArray, groups: _Groups) -> IntArray:
-    """Exchanges the items of one group after another; all arrays are int64, in the order of ``groups``.
-
-    ``use`` is the bins' use of the second limit, and is brought up to date. Returns the new bins, int64 (n,).
-    """
-    found = np.empty_like(bins)
-    for start, stop in zip(groups.bounds, groups.bounds[1:], strict=False):
-        if start == stop:
-            continue
-        old, need, part = bins[start:stop], needs[start:stop], groups.parts[start:stop]
-        # The places of each part, the one whose bin uses least first.
-        rest = use[old] - need
-        most = int(rest.max()) + 1
-        new = old[stable_order(part * most + rest, (int(part[-1]) + 1) * most)]
-        np.subtract.at(use, old, need)
-        np.add.at(use, new, need)
-        found[start:stop] = new
-    return found
-
-
-def _excess(use: IntArray, limit: int) -> int:
-    return int(np.maximum(use - limit, 0).sum())
