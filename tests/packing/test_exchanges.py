@@ -71,11 +71,13 @@ def test_an_item_moves_to_an_empty_bin() -> None:
 
 
 def test_two_items_change_places_with_two() -> None:
-    # No exchange of one item helps: 9 + 7 and 3 + 4, where 16 must become 12 and 7 become 11.
-    uses = np.array([5, 5, 6, 4, 4, 3]), np.array([3, 3, 0, 0, 3, 3])
-    labels, group = np.array([0, 0, 0, 1, 1, 1]), np.zeros(2, np.int64)
-    found = exchange(labels, group, uses, (14, 6), 0)
-    assert excess(found, uses, (14, 6), 2) == 0
+    # 34 and 30 where 32 fit: no item may go for one or none of the others, as all these differences are at least 4, or
+    # at most 0. 10 and 4 may for 6 and 6.
+    first, second = [10, 4, 20], [6, 6, 4, 14]
+    assert not any(0 < one - other < 4 for one in [*first, 0] for other in [*second, 0])
+    uses = np.array(first + second), np.zeros(7, np.int64)
+    labels, group = np.array([0, 0, 0, 1, 1, 1, 1]), np.zeros(2, np.int64)
+    assert sums(exchange(labels, group, uses, (32, 1), 0), uses[0], 2).tolist() == [32, 32]
 
 
 def test_other_groups_and_groups_without_room_stay() -> None:
