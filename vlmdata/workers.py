@@ -342,12 +342,12 @@ def start_worker_server(preload: Sequence[str]) -> None:
 
 
 def end_worker_server() -> None:
-    """Ends the process from which workers are forked, also while it imports. There must be no workers."""
+    """Kills the process from which workers are forked, even while it imports. Call it only without workers."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         with suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
-        server._stop()  # of the standard library, for its own tests
+        server._stop()  # the standard library has this for its own tests
 
 
 def _serve(pipe: Connection[Any, Any], prepare: Callable[[], Callable[[Any], Any]]) -> None:

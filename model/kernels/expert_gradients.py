@@ -1,7 +1,7 @@
 """A Triton kernel for the gradients of all experts' weights of a layer, added to the float32 gradient buffers.
 
-Transformer Engine multiplies expert by expert, and torch's grouped product writes the gradients in bfloat16, which then
-have to be added. This kernel adds products in float32 to where each gradient is (docs/decisions/0117).
+Transformer Engine multiplies expert by expert. torch's grouped product writes the gradients in bfloat16, so they must
+be added afterwards. This kernel adds the products in float32 to each gradient in place (docs/decisions/0117).
 
 Shapes: rows R (a token for each expert that it is sent to), experts E, input width k, output width n.
 """
@@ -22,8 +22,8 @@ class ProductTiling(NamedTuple):
     height: int  # rows of a weight in a tile
     width: int  # columns of a weight in a tile
     rows: int  # rows of the inputs that are multiplied at a time
-    warps: int  # warps of a program
-    stages: int  # blocks of rows in work at once
+    warps: int  # warps per program
+    stages: int  # blocks of rows in flight at once
 
 
 #: The fastest of ``benchmarks/expert_gradients.py`` on an H200.
@@ -36,9 +36,9 @@ def add_weight_gradients(x: Tensor, d: Tensor, ends: Tensor, places: Tensor, til
     Args:
         x: The layer's input, (R, k), contiguous; the first expert's rows first.
         d: The gradient of its output, (R, n), contiguous.
-        ends: The number of rows up to and with each expert's, int32 (E,).
+        ends: The number of rows up to and including each expert's, int32 (E,).
         places: Addresses of the gradients, int64 (E,): each is float32 (n, k), contiguous.
-        tiling: See the class.
+        tiling: How the work is divided; see the class.
     """
     n, k = d.shape[1], x.shape[1]
     across, down = triton.cdiv(k, tiling.width), triton.cdiv(n, tiling.height)
@@ -55,7 +55,7 @@ def _add_products(  # type: ignore[no-untyped-def]  # Triton compiles it; its ar
     x, d, ends, places, k: tl.constexpr, n: tl.constexpr,
     height: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Processes a tile of an expert's gradient. Programs of an expert follow each other and share what they read."""
+    """Adds to one tile of an expert's gradient. Programs of an expert are neighbours, so they share cached reads."""
     expert, tile = tl.program_id(1), tl.program_id(0)
     across: tl.constexpr = (k + width - 1) // width
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)

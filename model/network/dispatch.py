@@ -1,4 +1,4 @@
-"""Dispatch of tokens to experts where a rank holds all of them, without the host waiting for numbers of tokens."""
+"""Dispatches tokens to experts on a rank that holds all of them. The host does not wait for token counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ExpertsLayer(MoELayer):
-    """megatron-core's. A rank that has all experts sends no tokens, and sorts them once."""
+    """megatron-core's layer of experts. A rank that holds all experts sends no tokens, and sorts them only once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -24,19 +24,19 @@ class ExpertsLayer(MoELayer):
 
 
 class _StayingDispatcher(MoEAlltoAllTokenDispatcher):
-    """For one rank, where nothing is sent and each token has as many rows as experts, so that all shapes are known."""
+    """Dispatches within one rank. Each token has one row per expert that it is sent to, so all shapes are known."""
 
     tokens_per_expert: Any
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        """Leaves the numbers of tokens where they are. megatron-core copies them to the host and waits."""
+        """Leaves the token counts on the device. megatron-core copies them to the host and waits."""
         return tokens_per_expert
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """Returns what it is given, and numbers of tokens: one rank's rows are in the order of its experts."""
+        """Returns its inputs and the token counts. Rows of one rank are already in the order of its experts."""
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         return global_input_tokens, counts, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns what it is given."""
+        """Returns its input: rows of one rank are already in order."""
         return hidden_states

@@ -1,9 +1,10 @@
-"""Products of all experts of a layer in one kernel, which needs their weights at equal distances in memory.
+"""Multiplies by the weights of all experts of a layer in one kernel.
 
-Transformer Engine's grouped layer multiplies expert by expert, which takes the host longer than the GPU (its one kernel
-for all needs cuBLAS 13.4 on Hopper). :func:`lay_out_experts` puts the weights of each layer in line, in the order of
-the experts, and keeps them there in megatron-core's buffers. Where they are elsewhere, or quantised to FP8, layers call
-Transformer Engine (docs/decisions/0117). Weights in NF4 are in line while a layer uses them.
+The kernel needs the weights *in line*: at equal distances in memory, in the order of the experts.
+:func:`lay_out_experts` puts them in line, and megatron-core's buffers keep them so. If they are not in line, or with
+FP8, a layer calls Transformer Engine (docs/decisions/0117). That multiplies expert by expert, which takes the host
+longer than the GPU; its single kernel for all experts needs cuBLAS 13.4 on Hopper. Weights in NF4 are in line while a
+layer uses them.
 
 Shapes: rows R (a token for each expert that it is sent to), experts E, input width k, output width n.
 """
@@ -22,22 +23,22 @@ from torch import Tensor, nn
 
 from model.network.quantized import STACKED, is_quantized
 
-#: Attribute of a layer whose weights are in line: a :class:`_Line`.
+#: Attribute of a layer that :func:`lay_out_experts` put in line: a :class:`_Line`.
 _LINE = "_weights_in_line"
 #: Attribute of a layer's first weight: the other weights, if their gradients were added with its own. Autograd knows
-#: the first only, since hooks of hundreds of weights take the host longer than the GPU takes for the layer.
+#: only the first, because hooks of hundreds of weights take the host longer than the layer takes the GPU.
 _COMPANIONS = "_companions"
 
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Where each expert's rows end, int32 (E,), on the device: the number of rows up to and with its own."""
+    """Where each expert's rows end, int32 (E,), on the device: the number of rows up to and including its own."""
 
     ends: Tensor
 
     @classmethod
     def of(cls, counts: Any, device: torch.device) -> ExpertRows:
-        """From numbers of rows: a tensor, a list, or an instance, which stays."""
+        """Makes an instance from the experts' numbers of rows, a tensor or a list. Returns an instance unchanged."""
         if isinstance(counts, ExpertRows):
             return counts
         return cls(torch.as_tensor(counts).cumsum(0).to(device, torch.int32, non_blocking=True))
@@ -45,15 +46,15 @@ class ExpertRows:
 
 @dataclass
 class _Line:
-    """The weights of a layer, and what was found out about them."""
+    """The weights of a layer, and where they and their gradients are in memory."""
 
     weights: tuple[Any, ...]
-    known: tuple[int, ...] = ()  # addresses for which the rest holds
+    known: tuple[int, ...] = ()  # addresses at which the fields below were found
     whole: Tensor | None = None  # all weights, (E, n, k), or None if they are not in line
     places: Tensor | None = None  # addresses of their gradients, int64 (E,), on the device
 
     def look(self) -> None:
-        """Finds weights and gradients again if they have moved."""
+        """Updates the fields if weights or gradients have moved."""
         ends = (self.weights[0], self.weights[-1])
         gradients = [getattr(each, "main_grad", None) for each in ends]
         known = tuple(0 if each is None else each.data_ptr() for each in (*ends, *gradients))
@@ -67,7 +68,7 @@ class _Line:
 
 
 def _in_line(weights: list[Tensor]) -> Tensor | None:
-    """Returns weights (n, k) as a view (E, n, k), or None if they are not at equal distances in one memory."""
+    """Returns weights (n, k) as a view (E, n, k), or None if they are not in line in one block of memory."""
     first = weights[0]
     size, starts = first.element_size(), [each.data_ptr() for each in weights]
     steps = {after - before for before, after in itertools.pairwise(starts)} or {first.numel() * size}
@@ -83,8 +84,8 @@ def _in_line(weights: list[Tensor]) -> Tensor | None:
 def lay_out_experts(model: nn.Module) -> None:
     """Puts the weights of each grouped layer of experts in line. Call it before the gradient buffers are made.
 
-    Buffers take parameters in the opposite order, so a layer's parameters get that order, too. Fully sharded training
-    moves weights itself: do not call it there.
+    The buffers take parameters from last to first, so each layer's parameters are reversed. Do not call it for fully
+    sharded training, which moves weights itself.
     """
     for layer in _grouped_layers(model):
         weights = tuple(getattr(layer, f"weight{number}") for number in range(layer.num_gemms))
@@ -99,13 +100,13 @@ def lay_out_experts(model: nn.Module) -> None:
 
 
 def take_companions(weight: Any) -> tuple[Any, ...]:
-    """Returns the weights whose gradients the last backward pass added with this one's, and forgets them."""
+    """Returns the weights whose gradients were added with this one's in the last backward pass, and forgets them."""
     found: tuple[Any, ...] = vars(weight).pop(_COMPANIONS, ())
     return found
 
 
 def layers_out_of_line(model: nn.Module) -> int:
-    """Counts the grouped layers that were laid out, and are multiplied expert by expert all the same."""
+    """Counts the layers that :func:`lay_out_experts` put in line but that are no longer, so experts run one by one."""
     lines = [vars(layer)[_LINE] for layer in _grouped_layers(model) if _LINE in vars(layer)]
     for line in lines:
         line.look()
@@ -117,11 +118,11 @@ def _grouped_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def weights_in_line(layer: Any, x: Tensor) -> Tensor | None:
-    """Returns a layer's weights, (E, n, k), if one product with x (R, k) suits, else None."""
+    """Returns a layer's weights, (E, n, k), if one kernel can multiply x (R, k) by all of them, else None."""
     config = layer.config
     if config.fp8 or config.fp4:
         return None
-    whole: Tensor | None = vars(layer).get(STACKED)  # quantised weights have their values for this call
+    whole: Tensor | None = vars(layer).get(STACKED)  # set during a call if weights are quantised
     line: _Line | None = vars(layer).get(_LINE)
     if whole is None and line is not None:
         line.look()
@@ -131,9 +132,9 @@ def weights_in_line(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def grouped_product(layer: Any, x: Tensor, rows: ExpertRows, whole: Tensor) -> Tensor:
-    """Returns the products of each expert's rows of x (R, k) with its weight, (R, n).
+    """Multiplies each expert's rows of x (R, k) by its weight. Returns (R, n).
 
-    Gradients of trained weights are added to their ``main_grad``.
+    The backward pass adds the gradients of trained weights to their ``main_grad``.
     """
     line: _Line | None = vars(layer).get(_LINE)
     if line is None or not line.weights[0].requires_grad or not torch.is_grad_enabled():
@@ -167,14 +168,14 @@ class _TrainedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = F.grouped_mm(d, whole, offs=ends) if len(d) else torch.zeros_like(x)
         add_weight_gradients(x.contiguous(), d, ends, line.places)
-        # megatron-core's hook expects a gradient: a tensor without meaning.
+        # megatron-core's hook expects a gradient, so this returns one with arbitrary values.
         ctx.first.grad_added_to_main_grad = True
         setattr(ctx.first, _COMPANIONS, line.weights[1:])
         return dx, torch.empty_like(ctx.first), None, None, None
 
 
 def may_pass_rows(experts: Any, x: Tensor) -> bool:
-    """Whether both layers of a set of experts take one product, and nothing else is done between them but SwiGLU."""
+    """Whether both layers of a set of experts can use one kernel, with nothing but SwiGLU between them."""
     config = experts.config
     plain = config.bias_activation_fusion and config.gated_linear_unit and config.activation_func is F.silu
     plain = plain and not (experts.activation_recompute or config.moe_apply_probs_on_input or config.add_bias_linear)

@@ -83,7 +83,7 @@ class ExpertsWrapper(nn.Module, ABC):
     def of_all(self, layer: str, counts: Any, x: Tensor, out: Tensor) -> Tensor:
         """Returns ``out`` (t, n) of all experts' layers for x (t, k), with what is added.
 
-        ``counts`` are numbers of tokens or :class:`ExpertRows`: x has those of the first expert first.
+        ``counts`` are the experts' numbers of tokens, or :class:`ExpertRows`. Rows of x are in the order of experts.
         """
 
 

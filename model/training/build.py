@@ -118,8 +118,8 @@ def computed_by(model: MegatronModule, settings: ModelSettings, device: torch.de
     fp8 = f", FP8 ({settings.fp8_recipe})" if settings.fp8 else ""
     apart = layers_out_of_line(model)
     experts = (
-        f", experts of {counted(apart, 'layer')} one by one, which is slower: with this number of replicas, padding in "
-        "the gradient buffers separates their weights"
+        f"; {counted(apart, 'layer')} of experts multiplied expert by expert, which is slower: with this number of "
+        "replicas, padding in the gradient buffers separates the weights"
         if apart
         else ""
     )

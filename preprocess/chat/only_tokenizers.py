@@ -1,8 +1,8 @@
-"""Imports transformers for its tokenizers alone, as if torch were not installed, when this module is imported.
+"""Importing this module imports transformers as if torch were not installed, for its tokenizers alone.
 
-With torch, ``AutoTokenizer`` imports torch's compiler and distributed tensors, sympy and accelerate, which no tokenizer
-needs: 3 s of CPU time. transformers' models are then missing in this process, so only processes that belong to the
-command import this module.
+With torch, ``AutoTokenizer`` spends 3 s of CPU time to import torch's compiler and distributed tensors, sympy and
+accelerate, which no tokenizer needs. Without torch, transformers has no models. So only the command and
+its workers import this module.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 if "transformers" not in sys.modules and "torch" not in sys.modules:
     before = os.environ.get(_QUIET)
-    os.environ[_QUIET] = "1"  # it would say that there is no torch
+    os.environ[_QUIET] = "1"  # it would warn that torch is missing
     sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
     try:
-        import transformers  # noqa: F401  # looks for torch once
+        import transformers  # noqa: F401  # checks for torch only now
     finally:
         del sys.modules["torch"]
         if before is None:

@@ -77,7 +77,8 @@ def run_command(command: PreprocessCommand) -> int:
     try:
         command, tokenizer, sources = _opened(command, names, talk)
     except BaseException:
-        if is_command():  # it may import for seconds, and whoever reads this process's messages waits for their end
+        if is_command():
+            # The server may import for seconds more, and readers of this process's messages would wait for its end.
             end_worker_server()
         raise
     if command.trace is not None:
@@ -104,7 +105,7 @@ def run_command(command: PreprocessCommand) -> int:
 def _opened(
     command: PreprocessCommand, names: Sequence[str | None], talk: Console
 ) -> tuple[PreprocessCommand, ChatTokenizer | None, Mapping[str | None, Source]]:
-    """Loads the tokenizer and opens the splits. Returns them with the command that has their family and recipe."""
+    """Loads the tokenizer and opens the splits. Returns the command with their family and recipe, and both."""
     if is_command() and not runs_own_code(command):
         importlib.import_module("preprocess.chat.only_tokenizers")
     quiet_libraries()
@@ -119,7 +120,7 @@ def _opened(
 
 
 def _made(command: PreprocessCommand, splits: Sequence[str | None]) -> Sequence[str | None]:
-    """Returns the names of the datasets that the command makes; None for a single one."""
+    """Returns the names of the datasets that the command makes. The name of a single one is None."""
     if command.holdout is not None:
         return [TRAIN, VALIDATION]
     return splits if len(splits) > 1 else [None]
@@ -136,7 +137,7 @@ def _warm_up(command: PreprocessCommand, engine: Engine, stores: Iterable[Store]
 
 
 def runs_own_code(command: PreprocessCommand) -> bool:
-    """Whether an extension is not built in, and so may need any library."""
+    """Whether the run uses, or may find, an extension that is not built in. Such code may need any library."""
     config = command.config
     named = [(RECIPES, config.recipe), (FAMILIES, config.family), (ENGINES, command.engine)]
     named += [(CODECS, name) for name in (config.pixels, config.video.pixels) if name is not None]
@@ -146,7 +147,7 @@ def runs_own_code(command: PreprocessCommand) -> bool:
 
 
 def _finds_family(command: PreprocessCommand) -> bool:
-    """Whether the tokenizer's files choose the family, among all that are known."""
+    """Whether the family is found by the tokenizer's files, among all known families."""
     return "family" not in command.given and command.config.tokenizer != EMBEDDED
 
 

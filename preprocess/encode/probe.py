@@ -101,7 +101,7 @@ def _talk(images: tuple[ImagePart, ...]) -> Conversation:
 
 
 def _image(height: int, width: int) -> ImagePart:
-    """Returns an image that usually needs no resizing, for which this process would import torch."""
+    """Returns a black image. Its size should need no resizing, because that would import torch in this process."""
     return ImagePart(image_file(np.zeros((height, width, 3), np.uint8), "png"), "the probe's image")
 
 

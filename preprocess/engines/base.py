@@ -37,7 +37,7 @@ class ShardWork:
     config: PreprocessConfig  # all options that can change the bytes
     store: Store  # destination of shards and their records; every worker must be able to write to it
     tokenizer: TokenizerInfo  # the tokenizer at the start of the run
-    loaded: ChatTokenizer | None = field(default=None, repr=False)  # the same, in the process that started the run
+    loaded: ChatTokenizer | None = field(default=None, repr=False)  # that tokenizer; None in other processes
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "loaded": None}

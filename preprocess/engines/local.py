@@ -45,7 +45,7 @@ def preloaded(own_code: bool) -> list[str]:
     """Returns the modules that workers import once: with ``datasets`` if this process needed it to open the source.
 
     Args:
-        own_code: Whether code of the user runs in the workers, which may need all of transformers.
+        own_code: Whether the user's own code runs in the workers. It may need all of transformers.
     """
     alone = [] if own_code else ["preprocess.chat.only_tokenizers"]
     return [*alone, *PRELOADED, *(["datasets"] if "datasets" in sys.modules else [])]
@@ -70,7 +70,7 @@ class Local(Engine):
         """``watch`` says where the process ended, if it makes shards itself and dies."""
         self._reject_after = None if options is None else options.reject_after_deaths
         self._watch = watch
-        #: Whether code of the user may run in workers.
+        #: Whether the user's own code may run in workers.
         self.own_code = True
 
     def warm_up(self, workers: int) -> None:

@@ -52,7 +52,7 @@ def preprocess_dataset(
         watcher: Progress callbacks.
         engine: Where shards are made; by default on this machine. The result does not depend on it.
         reuse: What is taken from another dataset; None makes everything from the source.
-        tokenizer: That of ``config``, if it is loaded already.
+        tokenizer: The tokenizer of ``config``, if already loaded; None loads it.
 
     Returns:
         The finished dataset's manifest, and counts of this run.
@@ -113,7 +113,7 @@ def preprocess_part(
         hash_source: Whether to read all image files of this part's finished shards.
         watcher: Progress callbacks. Rows and shards are those of the part.
         engine: Where shards are made.
-        tokenizer: That of ``config``, if it is loaded already.
+        tokenizer: The tokenizer of ``config``, if already loaded; None loads it.
 
     Raises:
         ConfigMismatchError: If the place holds another run, such as a part with other options.

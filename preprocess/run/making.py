@@ -101,7 +101,7 @@ class Run:
         reuse: Reuse | None = None,
         tokenizer: ChatTokenizer | None = None,
     ) -> Run:
-        """Loads the tokenizer if it is None, and tries it."""
+        """Prepares a run. Loads the tokenizer if it is None, and checks that it is usable."""
         if tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
         require_usable(tokenizer, config)

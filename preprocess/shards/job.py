@@ -160,7 +160,7 @@ class ShardContext:
         expected: TokenizerInfo,
         tokenizer: ChatTokenizer | None = None,
     ) -> ShardContext:
-        """Loads the recipe, and the tokenizer if it is None.
+        """Loads the recipe, and also the tokenizer if it is None.
 
         Raises:
             SourceError: If the tokenizer is not that of the start of the run, ``expected``, which would change tokens.

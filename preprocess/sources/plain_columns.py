@@ -1,4 +1,4 @@
-"""Columns that ``datasets`` would read unchanged: whoever finds only such ones need not import it (1 s of CPU time)."""
+"""Finds columns that ``datasets`` would leave unchanged. Without others, it need not be imported (1 s of CPU time)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-#: Types of values, and their names in ``datasets``.
+#: Arrow types of plain values, and their names in ``datasets``.
 _VALUES = {
     pa.bool_(): "bool",
     **{make(): make.__name__ for make in (pa.int8, pa.int16, pa.int32, pa.int64)},
@@ -30,9 +30,9 @@ class _NotPlainError(Exception):
 
 
 def plain_features(schema: pa.Schema) -> Mapping[str, Any] | None:
-    """Returns the features of all columns, in the shape of those of ``datasets``; None if that library must read them.
+    """Returns the features of all columns, nested like those of ``datasets``, or None if that library must read them.
 
-    A struct is a mapping, a list has the attribute ``feature``, and all else is None.
+    A struct is a mapping, a list has the attribute ``feature``, and anything else is None.
     """
     try:
         _require_distinct(schema.names)

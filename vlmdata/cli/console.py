@@ -1,4 +1,4 @@
-"""The consoles and the progress bar of commands, and what their process is. Rich is imported on use."""
+"""The consoles and the progress bar of commands. Rich is imported on use."""
 
 from __future__ import annotations
 

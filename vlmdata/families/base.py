@@ -245,8 +245,8 @@ class Family:
     def patchify(self, image: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """Cuts an image into patches; see :func:`vlmdata.families.patches.patchify`.
 
-        Some whole rows of tokens of an image must give the patches that the image has there: large images are cut in
-        such bands.
+        Large images are cut in bands of whole rows of tokens. A band must give the patches that the whole image has
+        there.
         """
         return patchify(image, self.patch_size, self.merge_size, out)
 

@@ -51,7 +51,7 @@ def _names(name: str) -> cached_property[npt.NDArray[np.object_]]:
 
 
 def _array(values: pa.Array) -> npt.NDArray[Any]:
-    """Returns values as an array, without importing pandas if they are numbers: ``to_numpy`` always does."""
+    """Returns values as an array. If they are numbers, does not import pandas, as ``to_numpy`` always does."""
     if pa.types.is_boolean(values.type) or not pa.types.is_primitive(values.type) or values.null_count:
         return np.asarray(values.to_numpy(zero_copy_only=False))
     return np.from_dlpack(values)
@@ -236,7 +236,7 @@ class DatasetIndex:
 
     def keys_of(self, samples: npt.NDArray[np.integer]) -> list[str]:
         """Returns the keys of samples (m,)."""
-        # Not from the array itself: for that, Arrow imports pandas.
+        # Through a buffer: to convert a numpy array, Arrow imports pandas.
         numbers = pa.Array.from_buffers(pa.int64(), len(samples), [None, pa.py_buffer(samples.astype(np.int64))])
         keys: list[str] = self.keys.take(numbers).to_pylist()
         return keys

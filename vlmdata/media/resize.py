@@ -16,7 +16,7 @@ from vlmdata.families.base import CHANNELS, AspectRatioError, ImageBoundsError
 from vlmdata.media.error import MediaError
 from vlmdata.reasons import Reason
 
-#: Pixels that are cut into patches at a time.
+#: Bytes of pixels that are cut into patches at a time, in whole rows of tokens.
 _BAND_BYTES = 192 << 10
 
 
@@ -117,7 +117,7 @@ def resize_to_patches(
     out: npt.NDArray[np.uint8] | None = None,
     part: tuple[int, int, int, int] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """Resizes as :func:`resize_image` does, and cuts the result into patches, but without a copy in between.
+    """Resizes as :func:`resize_image` does, and cuts the result into patches, a band of rows at a time.
 
     Args:
         memory: uint8 (H, W, 3 or 4), C-contiguous: RGB and possibly a fourth byte without meaning; only read.
@@ -138,7 +138,7 @@ def resize_to_patches(
     if out is None:
         out = np.empty((height * width // family.patch_size**2, family.patch_bytes), np.uint8)
     split = _planes_of_bytes if pixels.shape[2] == CHANNELS else _planes_of_numbers
-    # Some rows of tokens at a time, which stay in cache.
+    # A few rows of tokens at a time, so that they stay in cache.
     rows = family.factor * max(1, _BAND_BYTES // (family.factor * pixels[0].nbytes))
     for top in range(0, height, rows):
         band = pixels[top : top + rows]
@@ -150,7 +150,7 @@ def resize_to_patches(
 def _planes_of_bytes(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Returns pixels of three bytes, (H, W, 3), as planes, (3, H, W)."""
     planes = np.empty((CHANNELS, *pixels.shape[:2]), np.uint8)
-    for channel in range(CHANNELS):  # in one assignment, it takes longer
+    for channel in range(CHANNELS):  # one assignment for all channels takes longer
         planes[channel] = pixels[..., channel]
     return planes
 
@@ -178,7 +178,7 @@ def _resized(memory: npt.NDArray[np.uint8], height: int, width: int, resample: s
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is not written to
         image = torch.from_numpy(memory)[None].permute(0, 3, 1, 2)
-    # What torchvision's resize comes to. To import it takes a second, most of it for torch's compiler.
+    # The call that torchvision's resize makes. Importing torchvision takes a second, mostly for torch's compiler.
     image = torch.nn.functional.interpolate(image, (height, width), mode=resample, align_corners=False, antialias=True)
     resized: npt.NDArray[np.uint8] = image[0].permute(1, 2, 0).numpy()
     return resized

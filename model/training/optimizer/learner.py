@@ -117,7 +117,7 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
 
 
 def _has_replicas(model: torch.nn.Module) -> bool:
-    """Whether gradients are summed over ranks. Otherwise overlap only adds hooks to each parameter."""
+    """Whether gradients are summed over ranks. If not, overlap would only add hooks to each parameter."""
     ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     config: Any = model.config
     if config.num_moe_experts is not None:

@@ -1,4 +1,4 @@
-"""Exchanges of items of equal size, which even out another use of the bins."""
+"""Exchanges items of equal size between bins, to even out their use of the second limit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NEGLIGIBLE = 1e-4
 
 
 def even_out(labels: IntArray, sizes: IntArray, other: IntArray, limit: int) -> IntArray:
-    """Exchanges items of equal size until few bins exceed the limit of their other use, all int64 (n,).
+    """Exchanges items of equal size until few bins exceed ``limit``, the limit on ``other``. Arrays are int64 (n,).
 
-    No bin may be empty. Returns the bin of each item: the given ones if exchanges reduce the excess by less than half.
+    No bin may be empty. Returns the bin of each item, or ``labels`` if exchanges reduce the excess by less than half.
     """
     use = sums_by(labels, other, int(labels.max()) + 1)
     least = before = _excess(use, limit)
@@ -80,7 +80,7 @@ def _sweep(bins: IntArray, needs: IntArray, use: IntArray, groups: _Groups) -> I
         if start == stop:
             continue
         old, need, part = bins[start:stop], needs[start:stop], groups.parts[start:stop]
-        # The places of each part, the one whose bin uses least first.
+        # The places of each part, starting with the bin that uses least.
         rest = use[old] - need
         most = int(rest.max()) + 1
         new = old[stable_order(part * most + rest, (int(part[-1]) + 1) * most)]

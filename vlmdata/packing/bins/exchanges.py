@@ -1,10 +1,10 @@
-"""Exchanges of items between pairs of bins, until few bins are over one of two limits.
+"""Exchanges items between pairs of bins, until few bins are over one of two limits.
 
-A bin over a limit meets some other bin of its group, the two exchange the items after which both together are least
-over the limits, and that is repeated with other partners. Bins are paired at random, all pairs are worked on at once.
-At first, a bin gives one item or none for one or none. When few pairs gain from that, they exchange up to two for two.
+Each bin over a limit is paired with another bin of its group. The two make the exchange that leaves them least over the
+limits, both together. Then they get other partners. Partners are drawn at random, and all pairs are processed at once.
+At first, each bin of a pair gives at most one item. When few pairs gain from that, each gives up to two.
 
-The violation of a pair after an exchange needs few operations. If a and b are what the two bins use above the limit
+The excess of a pair after an exchange takes few operations. If a and b are what the two bins use above the limit
 (negative if below), and the first gives d to the second, then
 
     2 (max(a - d, 0) + max(b + d, 0)) = a + b + max(|a - b - 2 d|, |a + b|).
@@ -20,21 +20,22 @@ import numpy.typing as npt
 from vlmdata.packing.arrays import IntArray, sums_by
 from vlmdata.packing.seeding import derive_key, grouped_permutation
 
-# Items of a bin that may be exchanged during a phase, and places for items that it may get in addition.
+# Items of a bin that may be exchanged during a phase, and free slots for additional items.
 _MOVABLE = 6
 _FREE = 1
-# Bins within the limits that take part in a phase, and that a bin chooses from in a round, for each bin over a limit.
+# For each bin over a limit: how many bins within the limits take part in a phase, and how many it chooses from in a
+# round.
 _PARTNERS = 8
 _CHOICE = 4
 _ROUNDS = 8
-# If fewer pairs gain from exchanging single items, two are exchanged.
+# If a smaller share of pairs gains from exchanging single items, up to two are exchanged.
 _GAINING = 0.1
 # A phase that leaves more than this share of the excess is the last one.
 _WORTHWHILE = 0.9
-# Exchanges looked at in all, per item and at least. A hundred thousand take about a millisecond.
+# Exchanges to evaluate in all, per item, and the minimum. A hundred thousand take about a millisecond.
 _WORK_PER_ITEM = 100
 _LEAST_WORK = 2 * 10**7
-# Exchanges looked at in one numpy operation: their numbers stay in cache.
+# Exchanges to evaluate in one numpy operation, so that their numbers stay in cache.
 _IN_STEP = 1 << 16
 
 _Numbers = npt.NDArray[np.integer]  # shares of a limit, times both limits: int32 if these fit, otherwise int64
@@ -42,7 +43,7 @@ _Numbers = npt.NDArray[np.integer]  # shares of a limit, times both limits: int3
 
 @dataclass(slots=True)
 class _Phase:
-    """The bins that take part in some rounds."""
+    """The bins that take part in the rounds of one phase."""
 
     group: IntArray  # int64 (b,)
     slots: IntArray  # int64 (b, slots), items that may be exchanged, -1 for none
@@ -52,14 +53,14 @@ class _Phase:
 def exchange(
     labels: IntArray, group: IntArray, uses: tuple[IntArray, IntArray], limits: tuple[int, int], key: int
 ) -> IntArray:
-    """Exchanges items between bins of a group until no bin is over a limit, or it is no longer worthwhile.
+    """Exchanges items between bins of a group until no bin is over a limit, or more exchanges are not worthwhile.
 
     Args:
         labels: Bin of each item, int64 (n,). Bins may be empty.
         group: Group of each bin, int64 (B,), from 0. A group with more items than room is left alone.
-        uses: What each item uses of the limits, int64 (n,) each.
+        uses: What each item uses of each limit, two arrays int64 (n,).
         limits: The limits.
-        key: Stream key of the pairs.
+        key: Stream key for drawing pairs.
 
     Returns:
         The new bin of each item, int64 (n,). Some bins may still be over a limit. A pure function of the arguments.
@@ -98,7 +99,7 @@ def exchange(
 
 
 def _taking_part(bad: npt.NDArray[np.bool_], group: IntArray, key: int) -> IntArray:
-    """Returns the bad bins, and draws some times as many of the others of each group."""
+    """Returns the bad bins, and several times as many others, drawn from each group."""
     num_groups = int(group.max()) + 1
     order = grouped_permutation(group, num_groups, key)
     order = order[~bad[order]]
@@ -126,7 +127,7 @@ def _within(groups: IntArray) -> IntArray:
 
 
 def _round(phase: _Phase, needs: _Numbers, many: int, key: int) -> tuple[int, float]:
-    """Makes one exchange for each pair that gains; returns how many were looked at, and the share of pairs."""
+    """Makes one exchange for each pair that gains. Returns how many were evaluated, and the share of such pairs."""
     bad, partner = _pairs(phase, key)
     width = phase.slots.shape[1]
     choices = np.stack(np.triu_indices(width, 1)) if many == 2 else np.arange(width)[None]
@@ -140,7 +141,7 @@ def _round(phase: _Phase, needs: _Numbers, many: int, key: int) -> tuple[int, fl
 
 
 def _pairs(phase: _Phase, key: int) -> tuple[IntArray, IntArray]:
-    """Pairs bad bins of a phase with others of their group: of a few, that with most room for what is too much.
+    """Pairs each bad bin of a phase with another of its group: of a few, the one with most room for the excess.
 
     No bin is in two pairs. Bad bins stay alone if there are fewer others.
     """
@@ -160,9 +161,9 @@ def _pairs(phase: _Phase, key: int) -> tuple[IntArray, IntArray]:
 
 
 def _exchange_in_step(phase: _Phase, needs: _Numbers, choices: IntArray, bad: IntArray, partner: IntArray) -> int:
-    """Makes the best exchange of each pair if it gains; returns the number of these pairs.
+    """Makes the best exchange of each pair that gains. Returns the number of these pairs.
 
-    ``choices`` are the slots given together, int64 (1 or 2, choices).
+    ``choices`` are the slots that a bin may give together, int64 (1 or 2, choices).
     """
     slots = phase.slots
     mine, theirs = (needs[:, slots[bins][:, choices]].sum(axis=2, dtype=needs.dtype) for bins in (bad, partner))

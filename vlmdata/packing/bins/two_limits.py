@@ -1,10 +1,10 @@
 """Packing under two limits: tokens and vision patches per pack.
 
-One limit is packed alone, which is fast and tight: the one that decides (with the greater lower bound), or each in turn
-if they are close. Packs that exceed the other limit exchange samples, first those of equal use of the packed limit
-(`evening.py`), then any (`exchanges.py`). If some packs still exceed a limit, these are emptied together with packs
-that have spare room, and their samples are packed again under both limits. Exchanges and packing again run for all
-windows at once, since their cost is the number of numpy operations.
+Samples are first packed under one limit alone, which is fast and tight: the limit that decides (with the greater lower
+bound), or each in turn if they are close. Packs that exceed the other limit exchange samples, first those with equal
+use of the first limit (`evening.py`), then any (`exchanges.py`). Packs that still exceed a limit are emptied, together
+with packs that have room, and their samples are packed again under both limits. Exchanges of any samples and packing
+again run for all windows at once, because their cost depends on the number of numpy operations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REPACK_LOAD = 0.96
 _CLEARLY_LESS = 0.9
 # With more than twice as many samples, the better order is chosen on a subset of this size.
 _TRIAL_SAMPLES = 50_000
-# Packs by patches are given one pack in so many more than the tokens need, so that exchanges find some room.
+# Packing by patches may make one pack in so many more than the tokens need, so that exchanges find some room.
 _SPARE = 1000
 
 
@@ -202,7 +202,7 @@ def _with_text(window: Window, images: _Draft, capacity: int) -> _Draft:
 
 
 def _tightened(draft: _Draft, wanted: int, capacity: int) -> _Draft:
-    """Deals the samples of packs from ``wanted`` on to the packs with most room, and evens out the tokens."""
+    """Deals the samples of packs after the first ``wanted`` to the packs with most room, and evens out the tokens."""
     window, labels, num_bins = draft.window, draft.labels.copy(), min(draft.num_bins, wanted)
     rest = np.flatnonzero(labels >= wanted)
     rest = rest[np.argsort(-window.tokens[rest], kind="stable")]
@@ -224,7 +224,11 @@ def _settle(
     key: int,
     otherwise: Callable[[Sequence[int]], list[_Draft]],
 ) -> list[Bins]:
-    """Repairs drafts by exchanges; if these do not suffice, the best of more packs, packing again and ``otherwise``."""
+    """Repairs drafts by exchanges.
+
+    If these do not suffice, returns the best of three: packing again, exchanges among more packs followed by packing
+    again, and ``otherwise``.
+    """
     exchanged = _exchanged(drafts, limits, derive_key("exchanges", key))
     left = [at for at, draft in enumerate(exchanged) if draft.broken(limits).any()]
     if left:
@@ -263,7 +267,7 @@ def _exchanged(drafts: Sequence[_Draft], limits: tuple[int, int], key: int) -> l
 
 
 def _repack(drafts: Sequence[_Draft], limits: tuple[int, int], key: int) -> list[_Draft]:
-    """Empties packs over a limit, and others, and packs their samples again under both limits."""
+    """Empties packs over a limit and some with room, and packs their samples again under both limits."""
     emptied = []
     for draft in drafts:
         tokens, patches = draft.use()

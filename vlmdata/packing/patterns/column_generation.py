@@ -102,7 +102,7 @@ def bound_of_prices(sizes: IntArray, counts: IntArray, capacity: int, prices: Fl
 
 
 def worth_of_rooms(sizes: IntArray, prices: FloatArray, capacity: int) -> FloatArray:
-    """Returns the price of the most expensive filling of each room from 0 to the capacity, float64 (capacity + 1,).
+    """Returns the highest price of items that fit each amount of room from 0 to capacity, float64 (capacity + 1,).
 
     Sizes are int64 (D,), in ``[1, capacity]``, prices float64 (D,), at least 0, in bins.
     """

@@ -22,7 +22,7 @@ def program_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) ->
 
     Sizes are (D,) distinct integers in ``[0, capacity]``, counts (D,) integers, at least 1. The bound is 0 without
     items. Sizes that fit a bin more than 32 times have no price in it. With more than 256 distinct others, prices are
-    found for 256 sizes. A size costs what a bin is worth, less what it is worth without the room that the size takes.
+    found for 256 sizes. The price of a size is the worth of a bin less its worth without the room that the size takes.
     """
     bound = bin_lower_bound(sizes, counts, capacity)
     size, count = np.asarray(sizes, np.int64), np.asarray(counts, np.int64)
