@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from vlmdata.families.video import (
 from vlmdata.media.decode import decode_image
 from vlmdata.media.error import MediaError
 from vlmdata.media.video import VideoContents, read_contents, sample_video
+from vlmdata.media.video.contents import on_display
 from vlmdata.media.video.patches import VideoPatches
 from vlmdata.media.video.sample import Put
 from vlmdata.reasons import Reason
@@ -230,8 +233,8 @@ def _of_timestamps(
     """Chooses frames of a list by the times at which they are shown.
 
     All frames of the requested part are used, unless the data asks for a rate or a number of frames. Then the family's
-    rule samples a video of as many frames at their mean rate, and a frame is used from half a frame before its time on,
-    as in files with a variable rate.
+    rule samples a video of as many frames at their mean rate, and the frames on display at its times are used, as of
+    files.
 
     Returns:
         The chosen frames, the number of frames in the part, and their mean rate.
@@ -248,8 +251,15 @@ def _of_timestamps(
     indices = at_least_one_patch(np.arange(total), temporal)
     if any(asked is not None for asked in (part.fps, part.num_frames, part.min_frames, part.max_frames)):
         indices = _rules(config).frame_indices(total, rate, settings, temporal)
-        indices = np.searchsorted(since, (indices + 0.5) / rate, side="right") - 1
+        ticks = np.rint(since / _unit(timestamps)).astype(np.int64)
+        indices = on_display(ticks, Fraction(total - 1, max(int(ticks[-1]), 1)), indices)
     return within[indices].tolist(), total, rate
+
+
+def _unit(timestamps: Iterable[float]) -> float:
+    """Returns the unit in seconds to which times are rounded, by their decimals: a microsecond or more."""
+    decimals = (-int(Decimal(repr(time)).as_tuple().exponent) for time in timestamps)
+    return 10.0 ** -min(max(0, *decimals), 6)
 
 
 def _plan(

@@ -11,7 +11,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -20,6 +20,7 @@ from vlmdata.media.versions import video_versions
 from vlmdata.media.video import SampledVideo, read_contents, sample_video
 from vlmdata.media.video import decode as decoding
 from vlmdata.media.video.container import VideoLimits, VideoSource
+from vlmdata.media.video.contents import on_display
 from vlmdata.media.video.picture import Pictures
 
 
@@ -81,17 +82,30 @@ def test_an_even_rate_is_found_whatever_the_unit_of_time(container: str, rate: F
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=30))
-def test_with_a_variable_rate_the_frame_on_display_is_chosen(steps: list[int]) -> None:
-    """Compared frame by frame, in seconds."""
+@example([10] * 9 + [910] + [1000] * 9)  # a burst, then a picture every ten seconds
+def test_with_a_variable_rate_the_last_frame_at_or_before_the_time_is_chosen(steps: list[int]) -> None:
+    """Compared with PyAV's own times of frames."""
     times = [sum(steps[:number]) for number in range(len(steps))]
     data = clip("ffv1", len(times), 30, times=times, time_base=Fraction(1, 100), container="matroska")
+    with av.open(BytesIO(data)) as file:
+        shown = [Fraction(frame.pts) * frame.time_base for frame in file.decode(video=0)]
+    assert [round(100 * (time - shown[0])) for time in shown] == times
     contents = read_contents(data)
-    assert np.allclose(contents.seconds(list(range(len(times)))), np.array(times) / 100, atol=1e-3)
-    half = 1 / (2 * float(contents.rate))
-    for index, number in enumerate(contents.shown_at(np.arange(len(times))).tolist()):
-        at = index / float(contents.rate)
-        shown = [n for n, time in enumerate(contents.seconds(list(range(len(times)))).tolist()) if time <= at + half]
-        assert number == shown[-1]
+    chosen = contents.shown_at(np.arange(len(times))).tolist()
+    even = np.abs(np.array(times) - np.linspace(0, times[-1], len(times))).max() <= 0.1  # milliseconds in the file
+    for index, number in enumerate(chosen):
+        at = shown[0] + index / contents.rate
+        if even:
+            at += 1 / (2 * contents.rate)
+        assert number == max(n for n, time in enumerate(shown) if time <= at)
+
+
+@pytest.mark.parametrize("last", [1, 33])
+def test_frames_at_even_intervals_are_those_of_their_indices(last: int) -> None:
+    """29.97 frames per second in whole milliseconds, also if the file says of the last frame that it is short."""
+    times = np.array([round(number * 1001 / 30) for number in range(60)])
+    chosen = on_display(times, Fraction(60, int(times[-1]) + last), np.arange(60))
+    assert chosen[:30].tolist() == list(range(30))
 
 
 def test_a_frame_that_is_shown_long_is_chosen_several_times() -> None:

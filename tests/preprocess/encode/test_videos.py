@@ -244,7 +244,9 @@ def test_frames_with_timestamps_are_sampled_by_them_if_asked() -> None:
     assert used(even, fps=2.0) == used(even, num_frames=4) == [0, 2, 5, 7]
     assert used(even, start=3.5, end=4.25) == [2, 3, 4, 5]
     assert used(even, start=4.7) == [7, 7]
-    assert used(late, num_frames=4) == [0, 5, 6, 7]  # at 0, 4, 10 and 14 s, up to a second early
+    assert used(late, num_frames=4) == [0, 4, 6, 7]  # at 0, 4, 10 and 14 s
+    thirds = tuple(round(n / 3, 2) for n in range(8))  # an even rate in two decimals
+    assert used(VideoPart(files, timestamps=thirds), num_frames=8) == list(range(8))
     with pytest.raises(RowRejected, match=r"video_frames: video: no frame from video_start 5 s to video_end the end; "):
         used(even, start=5.0)
 

@@ -28,6 +28,7 @@ from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import MANIFEST_NAME, Sample
+from vlmdata.media.versions import video_versions
 from vlmdata.verify.dataset import verify_dataset
 
 ASK = "First <video>, then <image> and at last <video>. What changes?"
@@ -201,9 +202,16 @@ def test_another_decoder_or_other_options_are_found_out(
     other = dataclasses.replace(config(), video=dataclasses.replace(config().video, fps=1.0))
     with pytest.raises(ConfigMismatchError, match=r"config\.options\.video\.fps"):
         preprocess_dataset(open_source(str(rows)), tmp_path / "out", other)
-    monkeypatch.setattr("preprocess.shards.fingerprints.video_versions", lambda: {"ffmpeg": "1.0"})
-    with pytest.raises(ConfigMismatchError, match=r"config\.fingerprints\.video_decoders\.ffmpeg"):
-        preprocess_dataset(open_source(str(rows)), tmp_path / "out", config())
+    with monkeypatch.context() as patched:
+        patched.setattr("preprocess.shards.fingerprints.video_versions", lambda: {"ffmpeg": "1.0"})
+        with pytest.raises(ConfigMismatchError, match=r"config\.fingerprints\.video_decoders\.ffmpeg"):
+            preprocess_dataset(open_source(str(rows)), tmp_path / "out", config())
+        # Made when frames at uneven intervals could be late.
+        earlier = {name: version for name, version in video_versions().items() if name != "frames"}
+        patched.setattr("preprocess.shards.fingerprints.video_versions", lambda: earlier)
+        made(rows, tmp_path / "earlier", config())
+    with pytest.raises(ConfigMismatchError, match=r"config\.fingerprints\.video_decoders\.frames"):
+        preprocess_dataset(open_source(str(rows)), tmp_path / "earlier", config())
 
 
 def test_a_dataset_without_videos_does_not_depend_on_their_decoder(

@@ -78,17 +78,8 @@ class VideoContents:
         return seconds
 
     def shown_at(self, indices: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Returns the frames that are shown at the times ``index / rate``, int64 (n,).
-
-        Sampling rules know an even rate only. In a file with such a rate, index i is frame i. Otherwise, it is the
-        frame on display at that time, up to half a mean frame early, so that rounded times do not matter.
-
-        Args:
-            indices: (n,) indices as of a file with an even rate, at least 0.
-        """
-        span = 2 * self.rate * self.time_base  # twice the frames per unit of time
-        latest = [(2 * index + 1) * span.denominator // span.numerator for index in np.asarray(indices).tolist()]
-        return np.searchsorted(self.times - self.times[0], latest, side="right").astype(np.int64) - 1
+        """Returns the frames that are shown at the times ``index / rate``, int64 (n,); see :func:`on_display`."""
+        return on_display(self.times, self.rate * self.time_base, indices)
 
     def up_to(self, number: int, damage: str) -> VideoContents:
         """Returns the contents without the frames from a damaged one on.
@@ -101,6 +92,31 @@ class VideoContents:
         packets, starts = (None if each is None else each[:number] for each in (self.packets, self.starts))
         rate = _rate(times, end, (self.rate,), self.time_base)
         return replace(self, times=times, end=end, rate=rate, packets=packets, starts=starts, damage=damage)
+
+
+def on_display(times: npt.NDArray[np.int64], rate: Fraction, indices: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Returns the frames on display at the times ``index / rate`` that sampling rules choose.
+
+    Rules know an even rate only. Where frames come evenly, but for rounded times, index i is frame i: a frame counts
+    from half an interval before its time on. Elsewhere, it is the last frame at or before the time.
+
+    Args:
+        times: (N,), when each frame is shown, in any unit; ascending.
+        rate: Frames per unit: the declared rate, or the mean.
+        indices: (n,), indices as of frames at this rate, at least 0.
+
+    Returns:
+        int64 (n,).
+    """
+    since, numbers = times - times[0], np.arange(len(times))
+    even = any(
+        np.abs(since - numbers * interval).max() <= 1
+        for interval in (float(1 / rate), since[-1] / max(len(times) - 1, 1))
+    )
+    # Of the time index / rate, the last whole unit; twice of all, because half an interval may be half a unit.
+    span, early = 2 * rate, 1 if even else 0
+    latest = [(2 * index + early) * span.denominator // span.numerator for index in np.asarray(indices).tolist()]
+    return np.searchsorted(since, latest, side="right").astype(np.int64) - 1
 
 
 def read_contents(source: VideoSource, limits: VideoLimits = VideoLimits(), what: str = "video") -> VideoContents:
