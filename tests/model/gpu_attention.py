@@ -32,7 +32,7 @@ def tower_attention() -> None:
     from model.network.megatron_config import vision_config
     from model.network.settings import ModelSettings
     from model.network.vision_attention import EngineAttention, FlashAttention
-    from tests.model.gpu_checks import architecture
+    from tests.model.gpu_models import architecture
 
     for width in (64, 72, 128):
         vision = VisionArchitecture(

@@ -69,7 +69,7 @@ class Trainee:
         self.place, self.context, tensor = RankPlace.here(), layout.get("context", 1), layout.get("tensor", 1)
         self.config = self._config(out)
         if CUDA:
-            from tests.model.gpu_checks import architecture
+            from tests.model.gpu_models import architecture
 
             self.architecture = architecture()
         else:

@@ -66,7 +66,7 @@ def _learner(distributed: bool, overlap: bool) -> Any:
     from model.parallel.groups import seed_all
     from model.training.optimizer.learner import build_learner
     from model.training.settings.config_loading import load_config
-    from tests.model.gpu_checks import architecture
+    from tests.model.gpu_models import architecture
 
     seed_all(5)
     settings = ModelSettings(
@@ -86,7 +86,7 @@ def _grouped(made: Any) -> list[Any]:
 def _step(made: Any, seed: int) -> float:
     """Two passes and an update; the norm of the gradients."""
     from model.training.step import run_passes
-    from tests.model.gpu_checks import batch
+    from tests.model.gpu_models import batch
 
     (chunk,) = made.model
     chunk.zero_grad_buffer()
@@ -101,7 +101,7 @@ def _layer(experts: int, k: int, n: int) -> Any:
 
     from model.families.qwen3_5.build import language_config
     from model.network.settings import ModelSettings
-    from tests.model.gpu_checks import architecture
+    from tests.model.gpu_models import architecture
 
     config = language_config(architecture(True), ModelSettings(backend="transformer_engine", precision="bf16"))
     experts_of = transformer_engine_provider("flash-linear-attention").grouped_mlp_modules(True)

@@ -30,7 +30,7 @@ def layers(dtype: torch.dtype, width: int, out: int) -> Iterator[tuple[str, Any,
     from model.families.qwen3_5.build import language_config
     from model.network.linear import ShortLinear, ShortNormLinear, with_short_way
     from model.network.settings import ModelSettings
-    from tests.model.gpu_checks import architecture
+    from tests.model.gpu_models import architecture
 
     settings = ModelSettings(backend="transformer_engine", precision="fp32" if dtype == torch.float32 else "bf16")
     config = language_config(architecture(), settings)
@@ -152,7 +152,7 @@ def whole_model_agrees() -> None:
     from model.families import spec_of
     from model.network.linear import ShortLinear
     from model.network.settings import ModelSettings
-    from tests.model.gpu_checks import architecture, batch, with_weights
+    from tests.model.gpu_models import architecture, batch, with_weights
 
     for family, fused in itertools.product(("qwen3_5", "qwen3_vl"), (False, True)):
         wanted = architecture(family=family)

@@ -73,7 +73,8 @@ def adapters_against_torch(
 
     Torch has the values of the stored weights in full.
     """
-    from tests.model.gpu_checks import FACTOR, architecture, batch, with_weights
+    from tests.model.gpu_checks import FACTOR
+    from tests.model.gpu_models import architecture, batch, with_weights
 
     wanted, packed = architecture(moe, family), batch()
     engine = {"backend": "transformer_engine", "precision": "bf16", "recompute": recompute, "storage": storage}

@@ -81,7 +81,7 @@ def small(moe: bool) -> Any:
     """A small model; with CUDA with the head widths that its kernels are made for."""
     if not CUDA:
         return small_architecture(moe=moe)
-    from tests.model.gpu_checks import architecture
+    from tests.model.gpu_models import architecture
 
     return architecture(moe)
 
