@@ -110,6 +110,8 @@ CASES = {
     ),
     "9b-dp": Case("memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
     "2b-dp": Case("speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL}", 10, 4, profile=1),
+    # What a GPU does without another one.
+    "2b-alone": Case("speed", 1, f"--preset 2b --capacity 8192 --global-batch 1 {_FULL}", 10, 4),
     "2b-fsdp": Case(
         "speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 10, 4, profile=1
     ),
@@ -211,7 +213,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         arguments += ["--set", f"run.profile=[{case.steps + 1},{case.steps + case.profile}]"]
 
     def made() -> bool:
-        return len(lines_of(out)) >= case.steps and (not case.profile or trace.with_suffix(".txt").exists())
+        traces = sorted(trace.parent.glob("*.txt"))  # a table is written after its trace
+        return len(lines_of(out)) >= case.steps and (not case.profile or len(traces) == case.gpus)
 
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.gpus)]
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(options.port), str(ROOT / "train.py")]

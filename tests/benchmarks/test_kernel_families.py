@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -60,6 +61,20 @@ def test_sums_are_those_of_every_microsecond(
     running = {moment for _, begin, long in found for moment in range(begin, begin + long)}
     span = max(running) + 1 - min(running)
     assert sums["busy"] == pytest.approx(len(running) / span)
+    computing = {m for name, b, long in found if family(name) != "communication" for m in range(b, b + long)}
+    assert sums["alone"] == pytest.approx(len(running - computing) / 1000 / steps)
     assert sums["span"] == pytest.approx(span / 1000 / steps)
     assert sums["kernels"] == pytest.approx(len(found) / steps)
     assert len({line.count("|") for line in table({"a": sums, "b": sums})}) == 1
+
+
+def test_transfer_is_what_the_rank_that_came_last_took(tmp_path: Path) -> None:
+    """In both messages of a kind, another rank waits."""
+    names = {"ncclDevKernel_AllGather_RING_LL": [(0, 9), (20, 4)], "ncclDevKernel_ReduceScatter": [(30, 5)]}
+    other = {"ncclDevKernel_AllGather_RING_LL": [(7, 2), (20, 7)], "ncclDevKernel_ReduceScatter": [(32, 3)]}
+    for rank, ran in enumerate((names, other)):
+        events = [{"cat": "kernel", "name": n, "ts": b, "dur": long} for n, each in ran.items() for b, long in each]
+        (tmp_path / f"rank-{rank:05d}.json").write_text(json.dumps({"traceEvents": events}))
+    sums = kernel_sums(tmp_path / "rank-00000.json", 2)
+    assert sums["transfer"] == pytest.approx((2 + 4 + 3) / 1000 / 2)
+    assert "| communication, transfer | 0.0 |" in table({"a": sums})
