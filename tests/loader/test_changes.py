@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.loader.helpers import sample_names, steps_of, stream
+from tests.loader.helpers import packs_of, sample_names, steps_of, stream
 from tests.loader.test_config import run as run  # the fixture
 from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.loader.loader import StreamingLoader
@@ -115,6 +117,56 @@ def test_a_schedule_is_kept_across_resumes(chat: Path, receipts: Path) -> None:
     with stream(data, parts=(), **options) as loader:
         loader.set_epoch(state["epoch"])  # from nothing
         assert loader.state_dict()["known_steps"] == state["known_steps"]
+
+
+#: Steps of the chats in an epoch of half and of all of them.
+HALF = 2
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> dict[str, Any]:
+    """A mixture and its changes. Many are due exactly where an epoch begins."""
+    passes = st.sampled_from([0.5, 1.0, 1.5])
+    steps = draw(st.lists(st.sampled_from([1, HALF, 3, 2 * HALF, 3 * HALF]), min_size=1, max_size=3, unique=True))
+    changes = [
+        Change(step, Blend("epochs", (draw(passes),)), draw(st.none() | st.integers(1, 2))) for step in sorted(steps)
+    ]
+    return {"blend": Blend("epochs", (draw(st.just(0.5) | passes),)), "schedule": changes}
+
+
+@settings(max_examples=8, deadline=None)
+@given(schedules(), st.integers(0, 4 * HALF), st.integers(0, 2))
+def test_a_state_says_the_same_however_far_epochs_are_planned(
+    chat: Path, options: dict[str, Any], saved: int, ahead: int
+) -> None:
+    with stream(chat, parts=(), **options) as loader:
+        batches = endless(loader)
+        begun = list(islice(batches, saved * BATCH))
+        state = loader.state_dict()
+        loader.plan(loader.position.epoch + ahead)  # as workers that prefetch do
+        assert loader.state_dict() == state
+        whole = packs_of([*begun, *islice(batches, 3 * HALF * BATCH)])
+    with stream(chat, parts=(), **options) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        assert loader.state_dict() == state
+        assert packs_of([*begun, *islice(endless(loader), 3 * HALF * BATCH)]) == whole
+
+
+def test_a_change_that_begins_an_epoch_remembers_what_was_used(chat: Path) -> None:
+    """The second half of the samples is used after it, whichever rank and worker saved the state."""
+    half = Blend("epochs", (0.5,))
+    options = {"blend": half, "schedule": [Change(HALF, half, seed=9)]}
+    first, state = after(HALF, chat, **options)
+    ranks = [
+        after(HALF, chat, dp_rank=rank, dp_size=2, num_workers=2 * rank, prefetch_factor=4, **options)[1]
+        for rank in (0, 1)
+    ]
+    assert ranks[0] == ranks[1] == state | {"dp_size": 2}
+    assert (state["epoch"], state["step"]) == (1, 0)
+    second, _ = after(HALF, chat, state, **options)
+    used = sum((first | second).values(), Counter())
+    assert len(used) == 48
+    assert set(used.values()) == {1}
 
 
 @pytest.mark.parametrize("begun", [{}, {"schedule": [Change(1, None, seed=8)]}])

@@ -48,10 +48,11 @@ class RunPlans:
         self._first, steps = known if known is not None else (0, 0)
         self._steps = [steps]  # before epoch self._first, the next one, …
         self._used: tuple[int, Uses | None] = (0, None)
-        # Changes before a known epoch are among the earlier settings, but for the mixture of that epoch itself.
-        self._settled = replace(settings_at(config, steps), earlier=config.earlier)
-        self._next = sum(change.step <= steps for change in config.schedule)  # number of the next change
+        # Changes before a known epoch are among the earlier settings. So should be the one that begins it.
+        self._settled = replace(settings_at(config, steps - 1), earlier=config.earlier)
+        self._next = sum(change.step < steps for change in config.schedule)  # number of the next change
         self._plan = lru_cache(_KEPT)(self._compute)
+        self._begin(self._first)
 
     @property
     def config(self) -> PlanConfig:
@@ -78,23 +79,35 @@ class RunPlans:
         return self._steps[epoch - self._first]
 
     def settled_before(self, epoch: int) -> PlanConfig:
-        """Returns the given settings, with changes that were made before an epoch among the earlier ones."""
+        """Returns the given settings, with changes up to the beginning of an epoch among the earlier ones.
+
+        Plans the epochs before, if it must. Whether later ones were planned makes no difference.
+        """
+        self.steps_before(epoch)
         given = len(self._base.earlier)
         more = [stage for stage in self._settled.earlier[given:] if (stage.epoch, stage.step) <= (epoch, 0)]
         return replace(self._base, earlier=(*self._base.earlier, *more))
 
     def _go_on(self) -> None:
-        """Plans the next epoch to learn its number of steps, and makes the changes that are due in it."""
+        """Plans the next epoch to learn its number of steps, and makes the changes in it and right after it."""
         epoch, before = self._first + len(self._steps) - 1, self._steps[-1]
         changes = self._base.schedule
-        own = epoch >= self._base.first_epoch
-        while own and self._next < len(changes) and changes[self._next].step <= before:
-            self._change(changes[self._next], epoch, 0)
         steps = self._plan(epoch).num_steps
-        if own and self._next < len(changes) and changes[self._next].step < before + steps:
+        if epoch >= self._base.first_epoch and self._next < len(changes) and changes[self._next].step < before + steps:
             steps = changes[self._next].step - before
             self._change(changes[self._next], epoch, steps)
         self._steps.append(before + steps)
+        self._begin(epoch + 1)
+
+    def _begin(self, epoch: int) -> None:
+        """Makes the changes that are due at the beginning of the next epoch, before anybody plans or saves there."""
+        changes = self._base.schedule
+        while (
+            epoch >= self._base.first_epoch
+            and self._next < len(changes)
+            and changes[self._next].step <= self._steps[-1]
+        ):
+            self._change(changes[self._next], epoch, 0)
 
     def _change(self, change: Change, epoch: int, step: int) -> None:
         """Ends the present settings at a step of an epoch."""
@@ -104,7 +117,8 @@ class RunPlans:
             stage = Stage(replace(old, earlier=()), tuple(range(self._table.num_datasets)), epoch, step)
             new = replace(new, earlier=(*old.earlier, stage))
         self._settled = new
-        self._plan.cache_clear()
+        if step:
+            self._plan.cache_clear()  # this epoch is shorter now
 
     def _compute(self, epoch: int) -> EpochPlan:
         config = self._settled
