@@ -30,7 +30,7 @@ from model.training.damage import name_damage_once, settle_damage
 from model.training.data import RankPlace, endless, open_loader
 from model.training.evaluation import Evaluator, also_trained_on, open_evaluation_sets
 from model.training.optimizer.learner import Learner, build_learner, freeze
-from model.training.processes.agreement import by_leaders, gathered, raise_together, together
+from model.training.processes.agreement import by_leaders, decided, gathered, raise_together, together
 from model.training.processes.failure import ending, say
 from model.training.processes.garbage import only_new_objects_collected
 from model.training.processes.interruption import Interruption
@@ -226,8 +226,8 @@ class _Loop:
             self._log.say(note)
         with self._interruption.watched():
             stopped = False
-            if finished or (done == 0 and run.eval_every):
-                stopped = not self._evaluated(done) and finished
+            if finished or (self._due(done, run.eval_every) and self._lacks_evaluation(done)):
+                stopped = not self._evaluated(done) and done > 0  # step 0 is not saved: the first step will be
             if not (finished or stopped):
                 done, stopped = self._step_until_end(done)
             self._finish_saving()
@@ -266,6 +266,10 @@ class _Loop:
                     return step, stopped
                 following = self._launch(step + 1, batches)
             step, launched = step + 1, following
+
+    def _lacks_evaluation(self, done: int) -> bool:
+        """Whether the evaluation after this step was not made, or cut off, when the run ended there. A collective."""
+        return decided(lambda: self._log.lacks_evaluation(done))
 
     def _may_run_ahead_of(self, step: int) -> bool:
         """Whether the next step may be launched before this one is finished. True if nothing is due between them."""
@@ -339,12 +343,12 @@ class _Loop:
         if found is None:
             self._log.say(f"the evaluation after step {done} was interrupted")
             return False
-        self._log.evaluation(found)
         better = self._best.found is None or found.loss < self._best.found.loss
         # Step 0 is not saved: its weights are the initial ones.
         if self._config.run.keep_best and done > 0 and math.isfinite(found.loss) and better:
             self._save(done)
             self._best.mark(Best(self._checkpoints.path_of(done).name, done, found.loss, self._data))
+        self._log.evaluation(found)  # last: a run that ends before this line evaluates again
         return True
 
     def _say_end(self, done: int, stopped: bool, finished: bool) -> None:

@@ -107,7 +107,10 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 class JsonLines:
-    """``metrics.jsonl``: one line per step. A resumed run continues the same file."""
+    """``metrics.jsonl``: one line per step. A resumed run continues the same file.
+
+    ``evaluated`` are the steps after which an earlier part of the run evaluated.
+    """
 
     def __init__(self, path: Path, resumed_at: int | None):
         self._folder = path.parent
@@ -116,6 +119,7 @@ class JsonLines:
             self._file = path.open("a")
         if resumed_at is not None:
             self.event("resumed", resumed_at)
+        self.evaluated = _evaluated_in(path)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends a step."""
@@ -155,6 +159,22 @@ def _move_earlier_logs(out: Path) -> list[str]:
     for path in found:
         os.rename(path, aside / path.name)
     return [f"{out} had logs of an earlier run without a checkpoint: they are now in {aside}"]
+
+
+def _evaluated_in(path: Path) -> set[int]:
+    """Returns the steps after which the run that wrote ``metrics.jsonl`` evaluated, without those it made again."""
+    steps: set[int] = set()
+    with path.open() as lines:
+        for line in lines:
+            if '"event"' not in line:
+                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was edited records nothing
+                event = json.loads(line)
+                if event["event"] == "resumed":
+                    steps = {step for step in steps if step <= event["step"]}
+                elif event["event"] == "evaluation":
+                    steps.add(event["step"])
+    return steps
 
 
 def _drop_half_line(path: Path) -> None:
@@ -285,6 +305,10 @@ class RunLog:
         self._lines.event("evaluation", found.step, found.metrics)
         for sink in self._sinks:
             sink.write(found.step, found.metrics, "eval")
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """True if no earlier part of the run has recorded an evaluation after this step. For rank 0."""
+        return self._lines is not None and step not in self._lines.evaluated
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
         """Records an event other than a completed step in ``metrics.jsonl``."""

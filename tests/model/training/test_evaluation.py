@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.training import evaluation
+from model.training.checkpoints.best import BestCheckpoint
 from model.training.checkpoints.checkpoint import Checkpoints
 from model.training.evaluation import Evaluation, Evaluator, set_names
-from model.training.reports.logs import WeightsAndBiases
+from model.training.reports.logs import RunLog, WeightsAndBiases
 from model.training.settings.config import ConfigError
 from model.training.settings.config_loading import load_config
 from tests.chat_rows import write_jsonl
@@ -49,6 +50,10 @@ def exact(out: Path) -> list[dict[str, Any]]:
 
 def names_in(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+
+
+def killed(*_: Any) -> None:
+    raise KeyboardInterrupt("killed")
 
 
 class TestTheLoss:
@@ -246,6 +251,31 @@ class TestTheBestCheckpoint:
         assert names_in(tmp_path / "run") == ["step-00000003", "step-00000004"]
         assert "step-00000001 was the best so far on other evaluation data" in capsys.readouterr().out
 
+    @pytest.mark.parametrize(
+        ("owner", "method"), [(Evaluator, "__call__"), (BestCheckpoint, "mark"), (RunLog, "evaluation")]
+    )
+    def test_is_found_by_the_evaluation_that_a_killed_run_did_not_record(
+        self,
+        run: Callable[..., Any],
+        losses: dict[int, float],
+        options: dict[str, Any],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: type,
+        method: str,
+    ) -> None:
+        """It dies after saving step 2, which is the best, at any place until the evaluation is recorded."""
+        losses |= {2: 5.0}
+        options |= {"run__save_every": 2}
+        run(run__steps=1, **options)
+        with monkeypatch.context() as patch, pytest.raises(BaseException, match="killed"):
+            patch.setattr(owner, method, killed)
+            run(run__steps=4, resume=True, **options)
+        run(run__steps=3, resume=True, **options)
+        assert [each["step"] for each in evaluations_of(tmp_path / "run")] == [0, 1, 2, 3]
+        assert names_in(tmp_path / "run") == ["step-00000002", "step-00000003"]
+        assert json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())["step"] == 2
+
     def test_is_looked_for_in_a_finished_run(
         self, run: Callable[..., Any], losses: dict[int, float], options: dict[str, Any], tmp_path: Path
     ) -> None:
@@ -282,5 +312,5 @@ def test_a_signal_cuts_an_evaluation_off(
     assert f"the evaluation after step {step} was interrupted" in said
     assert f"interrupted: step {step} is saved in" in said
     run(run__steps=3, resume=True, **options)
-    assert [each["step"] for each in evaluations_of(tmp_path / "run")][-1] == 3
+    assert [each["step"] for each in evaluations_of(tmp_path / "run")] == [0, 1, *range(step, 4)]
     assert [line["loss"] for line in steps_of(tmp_path / "run")] == [line["loss"] for line in steps_of(whole)][:3]
