@@ -47,8 +47,12 @@ def place_of(location: str | PathLike[str]) -> str:
 
 
 def within(folder: str, name: str) -> str:
-    """Returns the path or URL of a file by its name in a folder. Each ``../`` that begins the name leaves a folder."""
-    while name.startswith("../"):
+    """Returns the path or URL of a file or folder by its name in a folder, without a slash at its end.
+
+    Each ``../`` that begins the name leaves a folder.
+    """
+    name = name.rstrip("/")
+    while name == ".." or name.startswith("../"):
         folder, name = folder.rpartition("/")[0], name[3:]
     return f"{folder}/{name}" if name else folder
 

@@ -239,7 +239,7 @@ def _continue(store: Store, old: OldDataset, config: dict[str, Any]) -> Manifest
         changed = differences(_of_dataset(manifest, dict(manifest.config)), _of_dataset(old.manifest, known))
         if changed:
             listed = "\n".join(f"  {line}" for line in changed)
-            raise ConfigMismatchError(f"{store}: contains another finished dataset:\n{listed}\n{remedy}")
+            raise ConfigMismatchError(f"{store}: contains another finished dataset:\n{listed}\nGive another --out.")
         standing = store.listing()
         for info in manifest.shards:
             if standing.get(info.name) != info.bytes:
@@ -287,8 +287,7 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
     _copy(old, store, LEDGER_NAME)
     if IMAGE_FILES in old.manifest.source:
         _copy(old, store, IMAGE_FILES_NAME)
-        # Changes of image files count from this time.
-        store.stamp(IMAGE_FILES_NAME, (old.directory / IMAGE_FILES_NAME).stat().st_mtime_ns)
+        store.stamp(IMAGE_FILES_NAME, old.files_compared_ns)
     tokenizer_files = old.manifest.tokenizer_files or hash_tokenizer_files(old.directory / TOKENIZER_DIR)
     with store.writing_folder(TOKENIZER_DIR) as folder:
         for name in tokenizer_files:
@@ -355,6 +354,12 @@ class OldDataset:
                 f"{name}: {'; '.join(problems)}. Run `vlmdata verify` on it to see how to repair it."
             )
         return found
+
+    @property
+    def files_compared_ns(self) -> int:
+        """When its image files were found as listed: later changes count. 0, so that all are read, if not known."""
+        # The list of a dataset at a URL is a copy, whose time is that of the download.
+        return 0 if is_url(self.name) else (self.directory / IMAGE_FILES_NAME).stat().st_mtime_ns
 
     @property
     def codecs(self) -> tuple[str, ...]:

@@ -128,8 +128,7 @@ def retokenize_dataset(
     reuse = _Reuse(old, before, source, keep_rejected)
     made = preprocess_dataset(source, out, config, workers=workers, overwrite=overwrite, watcher=watcher, reuse=reuse)
     if IMAGE_FILES in old.manifest.source and not reuse.from_source:
-        # Changes of image files count from the time when they were read.
-        out.stamp(IMAGE_FILES_NAME, (old.directory / IMAGE_FILES_NAME).stat().st_mtime_ns)
+        out.stamp(IMAGE_FILES_NAME, old.files_compared_ns)
     if not reuse.from_source:  # what was read are conversations of shards, not rows of the source
         take_row_table(Folder(old.directory), old.manifest, out, made.manifest)
     return made

@@ -162,8 +162,7 @@ def begin(
         store.put(RUN_FILE, _record(identity))
         return None
     if changed:
-        state = "a finished dataset" if manifest else "an unfinished run"
-        raise ConfigMismatchError(refusal(store, state, changed, before, identity))
+        raise ConfigMismatchError(refusal(store, manifest is not None, changed, before, identity))
     return manifest
 
 

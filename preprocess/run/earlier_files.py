@@ -28,12 +28,19 @@ class EarlierFiles:
     image_root: str | None  # None if rows can name no files
     hash_source: bool  # whether to read all files, and not only those that were touched since the run began
 
-    def changed_since(self, manifest: Manifest) -> Mapping[int, Sequence[str]]:
-        """Returns the files of a finished dataset that have changed, by shard."""
+    def changed_since(self, manifest: Manifest, compared_ns: int | None = None) -> Mapping[int, Sequence[str]]:
+        """Returns the files of a finished dataset that have changed, by shard.
+
+        Args:
+            manifest: The manifest of the dataset.
+            compared_ns: When they were last found unchanged; by default when their list says.
+        """
         written, store = manifest.source.get(IMAGE_FILES), self.store
         if written is None or store.sha256(IMAGE_FILES_NAME) != written["sha256"]:
             return {}  # recreating a lost list recreates all shards, which detects changed files by their bytes
-        return self._changed(IMAGE_FILES_NAME, store.modified_ns(IMAGE_FILES_NAME) if store.keeps_times else None)
+        if compared_ns is None and store.keeps_times:
+            compared_ns = store.modified_ns(IMAGE_FILES_NAME)
+        return self._changed(IMAGE_FILES_NAME, compared_ns)
 
     def refusal(self, manifest: Manifest, changed: Mapping[int, Sequence[str]], why: str) -> ConfigMismatchError:
         """Returns the error for changed files of a dataset of which no version can be made."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +12,7 @@ from preprocess.run.directory import ShardPlan, identity_of, prepare_place, reso
 from preprocess.run.making import PartResult, Run, RunResult, Watcher
 from preprocess.run.repair import find_damage
 from preprocess.run.row_table import read_row_table
-from preprocess.run.version_closing import close_version
+from preprocess.run.version_closing import close_version, files_changed
 from preprocess.run.versions import Newest, VersionPlan, begin_version, differs_in_rows, plan_version
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import identity_changes, refusal
@@ -27,6 +29,7 @@ class Changes:
 
     source: Sequence[str]  # differences of the identities of the source, one line each
     files: Mapping[int, Sequence[str]]  # image files that have changed, by shard
+    looked_ns: int  # time.monotonic_ns() before the image files were compared
 
 
 def changes_since(run: Run, newest: Newest) -> Changes | None:
@@ -38,8 +41,9 @@ def changes_since(run: Run, newest: Newest) -> Changes | None:
     begins_anew = not newest.folder and newest.manifest.totals.samples == 0
     if begins_anew or (lines and not differs_in_rows(lines)):
         return None
+    looked_ns = time.monotonic_ns()
     files = replace(run.earlier, store=newest.store).changed_since(newest.manifest)
-    return Changes(lines, files) if lines or files else None
+    return Changes(lines, files, looked_ns) if lines or files else None
 
 
 def make_version(run: Run, store: Store, newest: Newest, changes: Changes, lock: Lock, watcher: Watcher) -> RunResult:
@@ -50,10 +54,11 @@ def make_version(run: Run, store: Store, newest: Newest, changes: Changes, lock:
     prepare_place(plan.store)
     with whole_claim(plan.store) as own:
         version = _run_of_version(run, plan)
-        begin_version(plan, version.identity, restart=True)
+        begin_version(plan, version.identity, changes.looked_ns, restart=True)
         plan.store.tidy(PROGRESS_DIR)
         (ShardPlan.read(plan.store) or version.plan).write(plan.store)
         records, made = version.make(version.jobs, watcher, own)
+        _require_unchanged(run, newest, plan, changes)
         lock.check()
         manifest = close_version(lock, plan.store, newest, version.identity, records)
     return RunResult(manifest, made, len(manifest.shards) - made, folder=folder_of(plan.info.number), version=plan.info)
@@ -68,10 +73,11 @@ def make_part_of_version(
     prepare_place(plan.store)
     with resource_errors(plan.store, "the run failed"), part_claim(plan.store, part) as own:
         version = _run_of_version(run, plan)
-        begin_version(plan, version.identity, restart=False)
+        begin_version(plan, version.identity, changes.looked_ns, restart=False)
         replace(version.plan, parts=part.parts).write(plan.store)
         jobs = [job for job in version.jobs if part.has(job.number)]
         records, made = version.make(jobs, watcher, own)
+        _require_unchanged(run, newest, plan, changes)
     return PartResult(part, tuple(records), made=made, kept=len(records) - made)
 
 
@@ -84,12 +90,12 @@ def require_whole(newest: Newest) -> None:
     """Raises a DatasetFormatError if a file of a dataset is lost or damaged that this run does not make again."""
     if damage := find_damage(newest.store, newest.manifest):
         names = some([newest.store.path(name) for name in damage.names(newest.manifest)])
-        remedy = "Files of a version after the first are not made again. Restore them from a copy"
+        how = "Files of a version after the first are not made again"
         if not newest.folder:
-            remedy = "Restore them from a copy, or restore the source and run this command, which makes them again"
+            how = "This command makes them again if the source is as it was"
         raise DatasetFormatError(
-            f"{names}: missing, or not as the manifest says. {remedy}; or use --overwrite to start over, which removes "
-            "all versions."
+            f"{names}: missing, or not as the manifest says. {how}. Run `vlmdata verify "
+            f"{shlex.quote(str(newest.store))}` to see all damage and its repair."
         )
 
 
@@ -106,18 +112,26 @@ def _compared(run: Run, store: Store, newest: Newest, changes: Changes, watcher:
     except DatasetFormatError as error:
         if not changes.source:
             raise earlier.refusal(newest.manifest, changes.files, str(error)) from None
-        refused = refusal(store, "a finished dataset", changes.source, before, run.identity)
+        refused = refusal(store, True, changes.source, before, run.identity)
         raise ConfigMismatchError(f"{refused}\n{error}") from None
     paths = {path for each in changes.files.values() for path in each}
     workers = min(run.workers, available_cores())
     plan = plan_version(store, newest, rows, run.work.source, paths, workers=workers, on_rows=watcher.rows_compared)
     if plan is not None and not plan.info.kept:
         if not changes.source:
-            remedy = "No other row is left. Restore them, or use --overwrite to recreate the dataset."
+            remedy = "No other row is left. Restore them, or give another --out."
             raise earlier.refusal(newest.manifest, changes.files, remedy)
-        refused = refusal(store, "a finished dataset", changes.source, before, run.identity)
+        refused = refusal(store, True, changes.source, before, run.identity)
         raise ConfigMismatchError(f"{refused}\nNone of its {plan.info.removed:,} rows is in the source.")
     return plan
+
+
+def _require_unchanged(run: Run, newest: Newest, plan: VersionPlan, changes: Changes) -> None:
+    """Raises a ConfigMismatchError if image files changed since they were compared."""
+    compared_ns = plan.store.modified_ns(plan.info.kept_file)
+    files = replace(run.earlier, store=newest.store, hash_source=False).changed_since(newest.manifest, compared_ns)
+    if {path for each in files.values() for path in each} - {path for each in changes.files.values() for path in each}:
+        raise files_changed(plan.store)
 
 
 def _run_of_version(run: Run, plan: VersionPlan) -> Run:

@@ -22,8 +22,8 @@ from vlmdata.storage import Store
 _OF_INDEX = b"index_sha256"
 _REMEDY = (
     "Without it, which rows have changed is not known. Restore it from a copy or restore the source, make a second "
-    "dataset of the new rows (a loader reads a list of datasets, `vlmdata join` makes one of several), or use "
-    "--overwrite to start over."
+    "dataset of the new rows (a loader reads a list of datasets, `vlmdata join` makes one of several), or give another "
+    "--out to make all rows again."
 )
 
 

@@ -26,7 +26,7 @@ from preprocess.run.closing import most_frequent, source_values
 from preprocess.run.row_table import read_row_table, rows_of_shards, write_row_table
 from preprocess.run.versions import Newest, VersionInfo, read_version
 from preprocess.shards.fingerprints import of_samples
-from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
+from preprocess.shards.job import FILES_SUFFIX, ShardRecord, progress_name
 from preprocess.shards.rows import sum_notes
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.index import DatasetIndex
@@ -88,13 +88,14 @@ def close_version(
             f"{place}: was begun after another version than {newest.number}, which is the newest now. Run the same "
             "`vlmdata preprocess` command again without --part: it starts the version over."
         )
+    compared_ns = place.modified_ns(info.kept_file)
     merged = _merged(place, newest, identity, records)
     index_sha256 = _write_index(place, merged.index)
     write_row_table(place, _by_shard(merged.rows), index_sha256)
     with place.writing(LEDGER_NAME) as unnamed:
         ledger = Hashing(unnamed)
         ledger.write(b"".join(line for _, _, line in merged.ledger))
-    files = _write_image_files(place, newest, merged.rows, len(merged.infos) - len(records), records)
+    files = _write_image_files(place, newest, merged.rows, len(merged.infos) - len(records), records, compared_ns)
     tokenizer = newest.manifest.tokenizer_files
     place.prepare(*{posixpath.dirname(f"tokenizer/{name}") for name in tokenizer})
     take_tokenizer(newest.store, tokenizer, place)
@@ -285,9 +286,22 @@ def _made_rejections(place: Store, records: Sequence[ShardRecord]) -> Iterator[t
 
 
 def _write_image_files(
-    place: Store, newest: Newest, rows: pa.Table, kept_shards: int, records: Sequence[ShardRecord]
+    place: Store,
+    newest: Newest,
+    rows: pa.Table,
+    kept_shards: int,
+    records: Sequence[ShardRecord],
+    compared_ns: int,
 ) -> dict[str, Any]:
     """Writes the list of image files, if there are any. Returns its entry in the manifest's source.
+
+    Args:
+        place: The store of the version's files.
+        newest: The version before it.
+        rows: The rows of the version.
+        kept_shards: Number of shards that it shares.
+        records: Of the shards that were made.
+        compared_ns: When the files of kept rows were compared: later changes count.
 
     Raises:
         ConfigMismatchError: If a file had different contents for different shards.
@@ -309,14 +323,19 @@ def _write_image_files(
                 versions.add(table)
                 sizes += table["bytes"].to_pylist()
         if versions.several():
-            raise ConfigMismatchError(
-                f"{place}: image files changed while the version was made. Run the same `vlmdata preprocess` command "
-                "again without --part: it compares the files again."
-            )
-    place.stamp(IMAGE_FILES_NAME, place.modified_ns(RUN_FILE))
+            raise files_changed(place)
+    place.stamp(IMAGE_FILES_NAME, compared_ns)
     found = [size for size in sizes if size != ABSENT]
     counts = {"files": len(sizes), "missing": len(sizes) - len(found), "bytes": sum(found)}
     return {IMAGE_FILES: {**counts, "sha256": file.sha256}}
+
+
+def files_changed(place: Store) -> ConfigMismatchError:
+    """Returns the error for image files that changed while a version was made."""
+    return ConfigMismatchError(
+        f"{place}: image files changed while the version was made. Run the same `vlmdata preprocess` command again "
+        "without --part: it compares the files again."
+    )
 
 
 def _kept_files(newest: Newest, rows: pa.Table, kept_shards: int) -> Iterator[pa.Table]:

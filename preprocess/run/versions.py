@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -69,8 +70,8 @@ class Newest:
         manifest = read_manifest(place)
         if manifest is None and listed:
             raise DatasetFormatError(
-                f"{place.path(MANIFEST_NAME)}: missing, but {store} lists version {number}. Restore it from a copy, or "
-                "use --overwrite to start over."
+                f"{place.path(MANIFEST_NAME)}: missing, but {store} lists version {number}. Restore it from a copy. "
+                f"Earlier versions can be opened by their numbers, as {store}@{listed[0].number}."
             )
         return None if manifest is None else cls(number, place, manifest, listed)
 
@@ -94,7 +95,7 @@ class VersionInfo:
 
     @property
     def kept_file(self) -> str:
-        """Name of the record of the kept rows in an unfinished run."""
+        """Name of the record of the kept rows in an unfinished run. Its time is when their files were compared."""
         return f"{PROGRESS_DIR}/kept-{self.rows_sha256[:32]}.parquet"
 
     @property
@@ -180,12 +181,13 @@ def plan_version(
     return VersionPlan(info, store.below(folder_of(info.number)), made, kept)
 
 
-def begin_version(plan: VersionPlan, identity: Mapping[str, Any], *, restart: bool) -> None:
+def begin_version(plan: VersionPlan, identity: Mapping[str, Any], looked_ns: int, *, restart: bool) -> None:
     """Records the version that a run makes, or continues one. The caller has locked the store of its files.
 
     Args:
         plan: The version.
         identity: What another run must share to continue this one.
+        looked_ns: ``time.monotonic_ns()`` before the image files of kept rows were compared.
         restart: Whether to remove what was begun with other rows, which belongs to no version yet.
 
     Raises:
@@ -209,8 +211,11 @@ def begin_version(plan: VersionPlan, identity: Mapping[str, Any], *, restart: bo
         content = io.BytesIO()
         pq.write_table(plan.kept, content, compression="zstd")
         store.put(plan.info.kept_file, content.getvalue())
+        # By the clock of the store: what has changed since the comparison began counts as changed.
+        now_ns = store.modified_ns(plan.info.kept_file)
+        store.stamp(plan.info.kept_file, now_ns - (time.monotonic_ns() - looked_ns))
         if not store.create(RUN_FILE, json.dumps(identity, sort_keys=True).encode()):
-            begin_version(plan, identity, restart=False)  # another part has just begun it
+            begin_version(plan, identity, looked_ns, restart=False)  # another part has just begun it
 
 
 def begun_version(store: Store, newest: Newest) -> tuple[Store, dict[str, Any]] | None:

@@ -193,7 +193,7 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def refusal(
-    place: object, state: str, changed: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
+    place: object, finished: bool, changed: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> str:
     """Says that a run cannot be continued, with the differences and what helps."""
     lines = list(changed)
@@ -208,9 +208,11 @@ def refusal(
     follow = ("config.fingerprints", "tokenizer") if options else ()
     remedy = " and ".join(dict.fromkeys(_remedy(line) for line in changed if not line.startswith(follow)))
     added = "" if same_source else f"\n{_ADDED}"
+    # Nobody is advised to remove a dataset that is sound.
+    other = "or give another --out" if finished else "give another --out, or use --overwrite to start over"
     return (
-        f"{place}: contains {state} of another configuration:\n{listed}\n{remedy[:1].upper()}{remedy[1:]} to continue "
-        f"it, give another --out, or use --overwrite to start over.{added}"
+        f"{place}: contains {'a finished dataset' if finished else 'an unfinished run'} of another configuration:\n"
+        f"{listed}\n{remedy[:1].upper()}{remedy[1:]} to continue it, {other}.{added}"
     )
 
 

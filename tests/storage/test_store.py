@@ -60,6 +60,12 @@ def test_what_is_put_is_there_under_its_name(store: Store) -> None:
     assert store.below("sub").read("b") == b""
     assert pickle.loads(pickle.dumps(store)).read("a") == b"22"
     assert store.path("a") == f"{store}/a"
+    store.prepare("versions/3")
+    store.put("versions/3/c", b"")
+    beside = store.below("versions/3")
+    for name in ("../../sub", "../../sub/", "../../"):
+        assert beside.listing(name).keys() == ({"b"} if "sub" in name else {"a", "sub", "versions"})
+    assert beside.read("../../sub/b") == b""
 
 
 def test_a_large_file_is_there_whole_or_not_at_all(store: Store) -> None:

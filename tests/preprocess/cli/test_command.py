@@ -339,7 +339,7 @@ class TestExitCodes:
         ended = vlmdata("preprocess", source, "--out", out, "-j", 1, "--rows-per-shard", 20, *SMALL_IMAGES)
         assert ended.code == 2
         assert "config.options.rows_per_shard: 16 there, 20 now" in ended.stderr
-        assert "--overwrite" in ended.stderr
+        assert "give another --out" in ended.stderr
         assert tree_bytes(out) == before
 
     def test_a_folder_that_cannot_be_written_is_3_and_reported_in_a_line(

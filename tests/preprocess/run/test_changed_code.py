@@ -138,7 +138,7 @@ class TestRemedies:
     def test_options_come_first(self, tmp_path: Path) -> None:
         source = write_cord_parquet(tmp_path / "source" / "train.parquet", [cord_row(n) for n in range(6)])
         preprocess(source, tmp_path / "out", config=config(pixels="zstd"))
-        with pytest.raises(ConfigMismatchError, match=r"\nRepeat the earlier options to continue it, give another"):
+        with pytest.raises(ConfigMismatchError, match=r"\nRepeat the earlier options to continue it, or give another"):
             preprocess(source, tmp_path / "out")
 
 
@@ -147,4 +147,4 @@ def said(before: list[dict[str, object]], now: list[dict[str, object]]) -> str:
 
     config: dict[str, object] = {"config": {"options": {}, "fingerprints": {}}, "tokenizer": {}}
     one, other = ({**config, "source": {"files": files}} for files in (before, now))
-    return refusal("out", "an unfinished run", identity_changes(one, other), one, other)
+    return refusal("out", False, identity_changes(one, other), one, other)

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from preprocess.run.finish import Missing, finish_dataset
+from preprocess.run.versions import Newest
 from tests.changing_source import Rows, Team, row
 from tests.conftest import tree_bytes
 from tests.object_store import ObjectStore
 from tests.preprocess.run.runs import StopRun, stopping
 from vlmdata import open_dataset
-from vlmdata.errors import ConfigMismatchError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError
 from vlmdata.storage import open_store
 from vlmdata.storage.prune import prune
 from vlmdata.verify.dataset import verify_dataset
@@ -157,6 +158,16 @@ def test_a_bucket_has_versions_that_share_shards(object_store: ObjectStore, tmp_
     prune(store, [1])
     assert len(list(open_dataset(f"{object_store.url}/data"))) == len(expected)
     assert store.size("index.parquet") is None
+    # The third version has shards of the folder beside its own.
+    more = [*changed(rows), *(row(f"third {n}") for n in range(3))]
+    assert team.run(more, out=store).version.number == 3  # type: ignore[union-attr]
+    assert team.run(more, out=store).version is None
+    names = [shard.name for shard in Newest.read(store).manifest.shards]  # type: ignore[union-attr]
+    assert {name.rpartition("/")[0] for name in names} == {"../..", "../2", ""}
+    store.delete(["versions/2/shard-000000.tar"])
+    with pytest.raises(DatasetFormatError, match=r"shard-000000.tar: missing(.|\n)*`vlmdata verify") as refused:
+        team.run(more, out=store)
+    assert "--overwrite" not in str(refused.value)
 
 
 def tmp_path_of(folder: Path, name: str) -> Path:

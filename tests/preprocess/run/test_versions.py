@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preprocess.recipes import image_files
 from preprocess.row import Row, Struct
-from preprocess.run.dataset import RunResult
+from preprocess.run import next_version
+from preprocess.run.dataset import RunResult, Watcher
 from preprocess.run.versions import _matched
 from preprocess.sources.open import open_source
 from preprocess.sources.row_digests import row_digest, row_digests
@@ -70,6 +72,29 @@ def test_one_edited_image_makes_one_row(team: Team) -> None:
     assert not np.array_equal(new.sample("000000008").patches, old.sample("000000001").patches)
     assert verify_dataset(Path(new.name)).faults == []
     assert team.run().version is None
+
+
+def test_an_image_that_changes_while_rows_are_compared_is_noticed(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the comparison lasts: at the end, and by the next run if it ends before."""
+    monkeypatch.setattr(image_files, "_MARGIN_NS", 0)
+    rows, compared, seeds = [*team.rows, row("new")], list[int](), iter((50, 51))
+
+    def paint(done: int) -> None:
+        if not compared:
+            team.paint(0, seed=next(seeds))
+            compared.append((team.file.parent / "images" / "0.png").stat().st_mtime_ns)
+
+    with pytest.raises(ConfigMismatchError, match="image files changed while the version was made"):
+        team.run(rows, watcher=Watcher(rows_compared=paint))
+    result = team.run(rows)
+    assert result.version is not None
+    assert result.version.changes == {"kept": 7, "made": 2, "removed": 1}
+    # What changes after the look at the end counts from the time before the comparison.
+    compared.clear()
+    monkeypatch.setattr(next_version, "_require_unchanged", lambda *given: None)
+    team.run([*rows, row("newer")], watcher=Watcher(rows_compared=paint))
+    assert (Path(team.version().name) / "image_files.parquet").stat().st_mtime_ns <= compared[0]
+    assert team.run().version.changes == {"kept": 9, "made": 1, "removed": 1}  # type: ignore[union-attr]
 
 
 def test_removed_rows_leave_the_index_and_keys_are_not_used_again(team: Team) -> None:
@@ -177,7 +202,7 @@ class TestRefusals:
         harm(team.out / "rows.parquet")
         first = team.rows
         before = tree_bytes(team.out)
-        with pytest.raises(ConfigMismatchError, match=r"rows.parquet: (not there|cannot be read)(.|\n)*--overwrite"):
+        with pytest.raises(ConfigMismatchError, match=r"rows.parquet: (not there|cannot be read)(.|\n)*another --out"):
             team.run(team.rows[1:])
         team.paint(0, seed=50)
         with pytest.raises(ConfigMismatchError, match=r"image files .* have changed:\n  shard-000000.tar: 0.png\n"):
