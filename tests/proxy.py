@@ -31,6 +31,7 @@ class Trouble:
         delay: Seconds before it is passed on.
         cut: Whether the connection is closed in the middle of the answer.
         without: Headers that are taken out of the request.
+        flipped: Byte of the answer, as a share of its length, that is changed; negative changes none.
     """
 
     status: int = 0
@@ -38,6 +39,7 @@ class Trouble:
     delay: float = 0.0
     cut: bool = False
     without: tuple[str, ...] = ()
+    flipped: float = -1.0
 
 
 #: What goes wrong in networks and passes.
@@ -109,6 +111,10 @@ def proxying(upstream: str) -> Iterator[Proxy]:
                     response = connection.getresponse()
                     content, status = response.read(), response.status
                     kept = {name: value for name, value in response.getheaders() if name.lower() not in _HOP}
+            if trouble.flipped >= 0:
+                changed = bytearray(content)
+                changed[int(trouble.flipped * len(content))] ^= 1
+                content = bytes(changed)
             running.requests.append(replace(request, sent=len(content)))
             self._answer(status, kept, content, trouble.cut)
 

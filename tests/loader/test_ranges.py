@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,29 @@ class TestDamage:
         masked = epoch_of(place, fetch="ranges", on_damage="mask")
         assert_same(masked, epoch_of(chat_copy, on_damage="mask"))
         assert sum(len(batch.masked) for batch in masked) == 1
+
+    @pytest.mark.parametrize("on_damage", ["raise", "mask"])
+    def test_bytes_that_arrive_damaged_are_fetched_again(
+        self, chat: Path, stored: str, proxy: Proxy, on_damage: str
+    ) -> None:
+        """What is damaged on the way and not in the store ends no run, and masks nothing."""
+        at = itertools.cycle(share / 7 for share in range(7))
+        flips = itertools.count()
+        proxy.trouble = lambda number, request: (
+            Trouble(flipped=next(at)) if request.path.endswith(".tar") and next(flips) % 3 == 0 else None
+        )
+        assert_same(epoch_of(stored, fetch="ranges", on_damage=on_damage), epoch_of(chat))
+        assert next(flips) > 8
+
+    def test_a_damaged_store_is_asked_twice(
+        self, chat_copy: Path, damage: Any, object_store: ObjectStore, proxy: Proxy
+    ) -> None:
+        damage("patches", 3)
+        with pytest.raises(ChangedDataError):
+            epoch_of(object_store.put(chat_copy), fetch="ranges")
+        ranges = Counter((each.path, each.range) for each in shard_reads(proxy))
+        # The first time among its neighbours.
+        assert max(ranges.values()) <= 2
 
     @pytest.mark.parametrize("size", [0, 5000])
     def test_a_cut_shard(self, chat_copy: Path, object_store: ObjectStore, size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Buffer, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ class FetchedRanges:
     def __init__(self, urls: Mapping[int, str], names: Sequence[Sequence[str]]):
         self._urls = urls
         self._names = names
-        self._found: dict[tuple[int, int], tuple[list[int], list[bytes]]] = {}
+        self._found: dict[tuple[int, int], tuple[list[int], list[bytes | bytearray]]] = {}
 
     def fetch(self, extents: Extents) -> None:
         """Fetches ranges at once. Forgets those of earlier calls.
@@ -218,7 +218,36 @@ class FetchedRanges:
 
     def copy(self, dataset: int, shard: int, offset: int, into: memoryview) -> None:
         """Copies bytes that were fetched."""
+        pieces, at, begin = self._piece(dataset, shard, offset)
+        into[:] = memoryview(pieces[at])[begin : begin + into.nbytes]
+
+    def fetch_again(
+        self, dataset: int, shard: int, offset: int, into: memoryview, is_sound: Callable[[Buffer], bool]
+    ) -> bool:
+        """Fetches bytes again that arrived damaged, and keeps them. Returns False if the store itself has such bytes.
+
+        It does if it sends the same bytes twice, or others each time.
+
+        Raises:
+            DatasetFormatError: If they cannot be fetched.
+        """
+        wanted = ByteRange(self._names[dataset][shard], offset, offset + into.nbytes)
+        for pause in (0.0, *_PAUSES[:-1]):
+            time.sleep(pause)
+            (found,) = read_ranges(self._urls[dataset], [wanted])
+            is_same = found == into
+            into[:] = found
+            if is_sound(into):
+                pieces, at, begin = self._piece(dataset, shard, offset)
+                pieces[at] = bytearray(pieces[at])
+                memoryview(pieces[at])[begin : begin + into.nbytes] = into
+                return True
+            if is_same:
+                break
+        return False
+
+    def _piece(self, dataset: int, shard: int, offset: int) -> tuple[list[bytes | bytearray], int, int]:
+        """Returns the pieces of a shard, the number of the one with a byte, and the byte's place there."""
         starts, pieces = self._found[dataset, shard]
         at = bisect.bisect_right(starts, offset) - 1
-        begin = offset - starts[at]
-        into[:] = memoryview(pieces[at])[begin : begin + into.nbytes]
+        return pieces, at, offset - starts[at]

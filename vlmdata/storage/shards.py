@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Buffer, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -101,8 +102,8 @@ class ShardStore:
     Reads use ``preadv`` directly into the batch's buffer: as fast as copying from a memory map, without page faults,
     and a truncated file is an error instead of a SIGBUS. Of shards read by ranges, the caller names the bytes to come
     (:meth:`fetched`). If bytes of a cached shard are damaged, the copy in the cache is compared with the manifest,
-    fetched again if it differs, and read once more: only then are the bytes an error. Datasets and shards are given by
-    number, and ``what`` names row, key and field in messages.
+    fetched again if it differs, and read once more; damaged ranges are fetched again: only then are the bytes an error.
+    Datasets and shards are given by number, and ``what`` names row, key and field in messages.
     """
 
     def __init__(self, datasets: Sequence[DatasetShards], verify: Verify):
@@ -146,7 +147,7 @@ class ShardStore:
             self.require_sound(dataset, shard, offset, into, checksum, what)
 
     def require_sound(self, dataset: int, shard: int, offset: int, data: memoryview, checksum: int, what: Text) -> None:
-        """Checks stored bytes, if these are verified. Damaged bytes of a cached shard are replaced by sound ones.
+        """Checks stored bytes, if these are verified. Damaged bytes are fetched again from where the shards are.
 
         Raises:
             ChangedDataError: If the bytes have changed.
@@ -154,7 +155,10 @@ class ShardStore:
         """
         if self.is_sound(data, checksum):
             return
-        if self._renew(dataset, shard):
+        if isinstance(self._datasets[dataset].source, RemoteRanges):
+            if self._ranges.fetch_again(dataset, shard, offset, data, partial(self.is_sound, checksum=checksum)):
+                return
+        elif self._renew(dataset, shard):
             self._read_file(dataset, shard, offset, data, what)
             if self.is_sound(data, checksum):
                 return
