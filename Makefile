@@ -55,7 +55,7 @@ demo: .venv/.stamp-train
 	.venv/bin/vlmdata verify $(DEMO_DIR)
 	.venv/bin/vlmdata plan $(DEMO_DIR) --capacity 8192 --global-batch 4 --dp 2
 	.venv/bin/vlmdata inspect $(DEMO_DIR) --html $(DEMO_DIR).html
-	$(PY) -m preprocess.demo.clips $(DEMO_DIR)-clips
+	$(PY) -m vlmdata.preprocess.demo.clips $(DEMO_DIR)-clips
 	.venv/bin/vlmdata preprocess $(DEMO_DIR)-clips/chats.jsonl --tokenizer embedded --video-max-pixels 2000000 --out $(DEMO_DIR)-videos
 	.venv/bin/vlmdata inspect $(DEMO_DIR)-videos --html $(DEMO_DIR)-videos.html
 	rm -rf $(DEMO_DIR)-run

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
-from model.training.settings.config import TrainConfig
 from vlmdata.loader.config import loader_options
+from vlmdata.model.training.settings.config import TrainConfig
 
 if TYPE_CHECKING:
-    from model.kernels.ahead import KernelsAhead
+    from vlmdata.model.kernels.ahead import KernelsAhead
 
 app = typer.Typer(
     add_completion=False,
@@ -117,11 +117,11 @@ def main(
 
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
     """Joins the process group, trains and leaves the group. Returns the exit code."""
-    from model.parallel.environment import adopt_slurm_ranks
-    from model.training.kernels import compile_ahead
-    from model.training.processes.garbage import collected_later
-    from model.training.settings.config_loading import load_config
-    from model.training.settings.early_checks import check_early
+    from vlmdata.model.parallel.environment import adopt_slurm_ranks
+    from vlmdata.model.training.kernels import compile_ahead
+    from vlmdata.model.training.processes.garbage import collected_later
+    from vlmdata.model.training.settings.config_loading import load_config
+    from vlmdata.model.training.settings.early_checks import check_early
 
     adopt_slurm_ranks()  # first: only one of several processes must report an error
     config = load_config(file, overrides)
@@ -131,17 +131,17 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
 
 
 def _train(config: TrainConfig, resume: bool, kernels: KernelsAhead | None) -> int:
-    from model.parallel.environment import before_megatron
-    from model.training.kernels import needs_compiler
-    from model.training.settings.config import ConfigError
+    from vlmdata.model.parallel.environment import before_megatron
+    from vlmdata.model.training.kernels import needs_compiler
+    from vlmdata.model.training.settings.config import ConfigError
 
     launch_order = not config.parallel.fsdp or config.parallel.tp > 1
     before_megatron(launch_order=launch_order, compiled=needs_compiler(config), open_cuda=True)
-    from model.kernels.ahead import hash_triton
-    from model.parallel import groups
-    from model.parallel.cpu_mode import cpu_mode_if_needed
-    from model.training.build import device_of_this_process
-    from model.training.loop import train
+    from vlmdata.model.kernels.ahead import hash_triton
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
+    from vlmdata.model.training.build import device_of_this_process
+    from vlmdata.model.training.loop import train
 
     device = device_of_this_process()
     if device.type == "cuda":
@@ -161,6 +161,6 @@ if __name__ == "__main__":
     try:
         app()
     except Exception as error:
-        from model.training.processes.failure import end_process
+        from vlmdata.model.training.processes.failure import end_process
 
         end_process(error)

@@ -65,11 +65,11 @@ from train_peer import (
 )
 from unsloth_peer import unsloth_model
 
-from model.architecture import Architecture
-from model.families import preset, spec_of
 from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
 from vlmdata.integrations.steps import step_loss, step_weight
 from vlmdata.integrations.transformers import packed, token_losses
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import preset, spec_of
 
 WAYS = ("padded", "padded, Liger", "packs", "packs, Liger", "NeMo Automodel", "bundled trainer", "Unsloth")
 #: Shares of the largest padded batch that are tried.
@@ -172,7 +172,7 @@ def time_packs(
 
 def time_trainer(name: str, dataset: VlmDataset, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Figures of the bundled trainer's step on full packs, of the first capacity that fits."""
-    from model.training.build import architecture_of
+    from vlmdata.model.training.build import architecture_of
 
     for capacity in options.capacity:
         steps = max(3, round(options.tokens / capacity))
@@ -257,7 +257,7 @@ def measure(way: str, name: str, dataset: VlmDataset, options: argparse.Namespac
 def few_configurations() -> None:
     """Restricts Triton's choice for the delta net, as the bundled trainer does."""
     if DEVICE.type == "cuda" and importlib.util.find_spec("fla") is not None:
-        from model.kernels.configurations import choose_configurations
+        from vlmdata.model.kernels.configurations import choose_configurations
 
         choose_configurations(128, 128, torch.cuda.get_device_capability(DEVICE))
 
@@ -289,7 +289,7 @@ def main() -> None:
     options = parser.parse_args()
     if "Unsloth" in options.ways and len(options.ways) > 1:
         parser.error("--ways Unsloth goes alone: it changes transformers for all that follows")
-    from model.parallel.environment import before_megatron
+    from vlmdata.model.parallel.environment import before_megatron
 
     before_megatron()
     if "Unsloth" in options.ways:
@@ -297,8 +297,8 @@ def main() -> None:
 
     import transformers
 
-    from model.parallel import groups
-    from model.parallel.cpu_mode import cpu_mode_if_needed
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
 
     groups.initialize()
     few_configurations()

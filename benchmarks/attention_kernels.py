@@ -27,8 +27,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from benchmarks.device_timer import by_kernel, host_microseconds, milliseconds
-from model.kernels import attention_inputs
-from model.kernels.attention_inputs import AttentionHeads, AttentionInputs
+from vlmdata.model.kernels import attention_inputs
+from vlmdata.model.kernels.attention_inputs import AttentionHeads, AttentionInputs
 
 TOKENS = 16384
 #: Layouts and the columns that are rotated.
@@ -114,7 +114,7 @@ def try_tiles(options: argparse.Namespace) -> None:
 
 def compile_all(options: argparse.Namespace) -> None:
     """Compiles the kernel with each choice of tiles into Triton's cache."""
-    from model.kernels.compile_ahead import collect, compile_in_forks, pretend_hopper
+    from vlmdata.model.kernels.compile_ahead import collect, compile_in_forks, pretend_hopper
 
     pretend_hopper()
     calls = []

@@ -25,11 +25,11 @@ from hardware import hardware
 # The folder of benchmarks has a preprocess.py of its own.
 sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
 
-from preprocess.config import ImageConfig
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.codecs import IMAGE, Item, ItemShape, codec
 from vlmdata.media.decode import decode_image
 from vlmdata.media.resize import resize_image
+from vlmdata.preprocess.config import ImageConfig
 
 Array = npt.NDArray[np.uint8]
 ROUNDS = 5

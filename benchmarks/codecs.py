@@ -47,16 +47,16 @@ import skimage.data
 import torch
 from PIL import Image
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.recode.run import recode_dataset
-from preprocess.shards.job import PROGRESS_DIR, ShardContext, ShardJob, run_shard
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from vlmdata import StreamingLoader, open_dataset
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.codecs import REGISTRY
 from vlmdata.media.resize import resize_image
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.recode.run import recode_dataset
+from vlmdata.preprocess.shards.job import PROGRESS_DIR, ShardContext, ShardJob, run_shard
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage.folder import Folder
 
 RESULTS = Path(__file__).resolve().parent / "results"

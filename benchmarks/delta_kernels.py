@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.device_timer import by_kernel, host_microseconds, milliseconds
-from model.kernels import delta_inputs, short_convolution
-from model.kernels.delta_inputs import DeltaInputs
-from model.kernels.short_convolution import DeltaHeads
+from vlmdata.model.kernels import delta_inputs, short_convolution
+from vlmdata.model.kernels.delta_inputs import DeltaInputs
+from vlmdata.model.kernels.short_convolution import DeltaHeads
 
 TOKENS, SAMPLES = 16384, 16
 
@@ -127,7 +127,7 @@ def main() -> None:
     if options.tiles:
         try_tiles(DeltaHeads(16, 16, 128, 128))
         return
-    from model.kernels.configurations import choose_configurations
+    from vlmdata.model.kernels.configurations import choose_configurations
 
     choose_configurations(128, 128, torch.cuda.get_device_capability())
     # First what needs few seconds: flash-linear-attention's convolution has several configurations to compile.

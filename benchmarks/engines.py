@@ -22,12 +22,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 sys.argv[0] = str(Path(__file__).resolve().parents[1] / "benchmark")
 
 from benchmarks.hardware import hardware
-from preprocess.config import PreprocessConfig
-from preprocess.engines.base import load_engine
-from preprocess.run.dataset import Watcher, preprocess_dataset
-from preprocess.shards.counters import Counters
-from preprocess.shards.job import ShardRecord, plan_shards
-from preprocess.sources.open import open_source
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.engines.base import load_engine
+from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.job import ShardRecord, plan_shards
+from vlmdata.preprocess.sources.open import open_source
 
 WORKERS = 2
 #: 10 M rows.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 from device_timer import host_microseconds, milliseconds
 
-from model.kernels.expert_gradients import TILING, ProductTiling, add_weight_gradients
+from vlmdata.model.kernels.expert_gradients import TILING, ProductTiling, add_weight_gradients
 
 TILINGS = [
     TILING,

@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from train_peer import DEVICE, DTYPE, about_run, configs_of, dataset_of, emptied, synchronise
 
-from model.architecture import Architecture
-from model.families import preset, spec_of
-from model.flops import peak_flops
 from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import preset, spec_of
+from vlmdata.model.flops import peak_flops
 
 #: Width of the feed-forward layers of the form that shows what the rest takes.
 NARROW = 128
@@ -70,10 +70,10 @@ def time_form(
     name: str, architecture: Architecture, dataset: VlmDataset, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Seconds, MFU and memory of a form."""
-    from model.training.build import build
-    from model.training.data import RankPlace
-    from model.training.optimizer.learner import build_learner
-    from model.training.step import run_passes
+    from vlmdata.model.training.build import build
+    from vlmdata.model.training.data import RankPlace
+    from vlmdata.model.training.optimizer.learner import build_learner
+    from vlmdata.model.training.step import run_passes
 
     emptied()
     (config,) = configs_of(name, dataset, options)
@@ -188,12 +188,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     options.recompute = ["none"]
-    from model.parallel.environment import before_megatron
+    from vlmdata.model.parallel.environment import before_megatron
 
     before_megatron()
 
-    from model.parallel import groups
-    from model.parallel.cpu_mode import cpu_mode_if_needed
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
 
     groups.initialize()
     note = f"{options.layers} layers of true width, packs of {options.capacity:,} tokens of texts; random weights."

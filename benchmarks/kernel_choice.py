@@ -26,8 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
-from model.kernels.configurations import CANDIDATES, autotuners
-from model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
+from vlmdata.model.kernels.configurations import CANDIDATES, autotuners
+from vlmdata.model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
 
 Timings = dict[str, dict[str, float]]  # milliseconds by kernel and configuration
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel.environment import before_megatron, let_memory_grow
+from vlmdata.model.parallel.environment import before_megatron, let_memory_grow
 
 if __name__ == "__main__":
     let_memory_grow()  # before torch is imported
@@ -183,16 +183,16 @@ def run(stepper: Any, pack: Any, number: int) -> list[Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Steps of a preset: their time, their kernels, and the work of their launches."""
-    from model.training.kernels import compile_ahead, needs_compiler
-    from model.training.settings.config_loading import load_config
+    from vlmdata.model.training.kernels import compile_ahead, needs_compiler
+    from vlmdata.model.training.settings.config_loading import load_config
 
     settings: list[Any] = [("data.paths", [options.data]), ("data.capacity", options.capacity)]
     settings += [("data.global_batch", 1), ("model.preset", options.preset), ("model.mtp", False)]
     config = load_config(None, [*settings, ("optimizer.warmup_steps", 1), *options.set])
     with compile_ahead(config) or contextlib.nullcontext() as kernels:
         before_megatron(compiled=needs_compiler(config))
-        from model.parallel import groups
-        from model.parallel.cpu_mode import cpu_mode_if_needed
+        from vlmdata.model.parallel import groups
+        from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
 
         with cpu_mode_if_needed():
             groups.initialize()
@@ -202,14 +202,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(config: Any, options: argparse.Namespace, kernels: Any) -> dict[str, Any]:
-    from model.families import spec_of
-    from model.flops import peak_flops
-    from model.training.build import architecture_of, build, computed_by, device_of_this_process, parameter_dtype
-    from model.training.data import RankPlace
-    from model.training.optimizer.learner import build_learner
-    from model.training.processes.garbage import only_new_objects_collected
-    from model.training.settings.model_settings import settings_of
-    from model.training.step import Stepper
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.flops import peak_flops
+    from vlmdata.model.training.build import (
+        architecture_of,
+        build,
+        computed_by,
+        device_of_this_process,
+        parameter_dtype,
+    )
+    from vlmdata.model.training.data import RankPlace
+    from vlmdata.model.training.optimizer.learner import build_learner
+    from vlmdata.model.training.processes.garbage import only_new_objects_collected
+    from vlmdata.model.training.settings.model_settings import settings_of
+    from vlmdata.model.training.step import Stepper
 
     device, recorder = device_of_this_process(), Recorder()
     architecture, place = architecture_of(config), RankPlace.here()

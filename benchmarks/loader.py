@@ -262,10 +262,10 @@ def on_the_fly(source: str, dataset: Path) -> tuple[Callable[[], Iterator[Any]],
     from PIL import Image
     from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    from preprocess.conversation import ImagePart
-    from preprocess.recipes.base import load_recipe
-    from preprocess.sources.open import open_source
     from vlmdata.families.qwen3_5 import FAMILY
+    from vlmdata.preprocess.conversation import ImagePart
+    from vlmdata.preprocess.recipes.base import load_recipe
+    from vlmdata.preprocess.sources.open import open_source
 
     images = Qwen2VLImageProcessor(
         patch_size=16,

@@ -70,13 +70,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     options.data = [(name, Path(path)) for name, _, path in (each.partition("=") for each in options.data)]
-    from model.parallel.environment import before_megatron
+    from vlmdata.model.parallel.environment import before_megatron
 
     before_megatron()
 
-    from model.parallel import groups
-    from model.parallel.cpu_mode import cpu_mode_if_needed
-    from model.training.build import architecture_of
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
+    from vlmdata.model.training.build import architecture_of
 
     groups.initialize()
     few_configurations()

@@ -42,13 +42,13 @@ from adapter_peer import few_configurations, with_liger
 from kernel_families import kernel_sums, table
 from train_peer import DEVICE, STARTED, PeerStep, emptied, figures, largest_batch, of_samples, padded, peer_of, timed
 
-from model.architecture import Architecture
-from model.families import preset, spec_of
-from model.flops import StepFlops
-from model.lora.attach import Plan, plan_of
-from model.lora.flops import with_adapters
-from model.lora.options import LoraOptions
 from vlmdata import VlmDataset, open_dataset
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import preset, spec_of
+from vlmdata.model.flops import StepFlops
+from vlmdata.model.lora.attach import Plan, plan_of
+from vlmdata.model.lora.flops import with_adapters
+from vlmdata.model.lora.options import LoraOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("ours", "peft", "peft, checkpointing")

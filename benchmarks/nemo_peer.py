@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from train_peer import CLIP, DEVICE, DTYPE, PeerStep, config_of
 
-from model.architecture import Architecture
 from vlmdata import PackedBatch
+from vlmdata.model.architecture import Architecture
 
 Inputs = dict[str, Any]
 

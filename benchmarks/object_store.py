@@ -56,7 +56,7 @@ def main() -> None:
 
 def simulated(rows: int) -> Any:
     """A source of so many rows, none of which is read."""
-    from preprocess.sources.rows import Source
+    from vlmdata.preprocess.sources.rows import Source
 
     nothing: Any = None
     return Source(nothing, range(rows), {"kind": "simulated"}, None)
@@ -77,12 +77,12 @@ def simulate(out: Path, shards: int, rows: int) -> None:
 
     import pyarrow.parquet as pq
 
-    from preprocess.chat.tokenizer import load_tokenizer
-    from preprocess.config import PreprocessConfig
-    from preprocess.shards.fingerprints import run_identity
-    from preprocess.shards.job import RUN_FILE, ShardContext, ShardJob, ShardRecord, progress_name, run_shard
-    from preprocess.sources.open import open_source
     from vlmdata.format.schema import PROGRESS_DIR, shard_name
+    from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+    from vlmdata.preprocess.config import PreprocessConfig
+    from vlmdata.preprocess.shards.fingerprints import run_identity
+    from vlmdata.preprocess.shards.job import RUN_FILE, ShardContext, ShardJob, ShardRecord, progress_name, run_shard
+    from vlmdata.preprocess.sources.open import open_source
     from vlmdata.storage import open_store
 
     config = PreprocessConfig(rows_per_shard=rows)
@@ -118,8 +118,8 @@ def simulate(out: Path, shards: int, rows: int) -> None:
 
 def close_many(out: Path, shards: int, rows: int) -> None:
     """What a driver does for a run whose shards are made: reads their records and closes the dataset."""
-    from preprocess.config import PreprocessConfig
-    from preprocess.run.dataset import Watcher, preprocess_dataset
+    from vlmdata.preprocess.config import PreprocessConfig
+    from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
 
     def resident() -> float:
         """Peak of this process, MiB; ru_maxrss would be its parent's, if that was larger."""
@@ -166,10 +166,10 @@ def bucket() -> Iterator[Any]:
 
 def writing(options: argparse.Namespace) -> None:
     """Rows per second of one worker into folders and into the server, in turns: between the first and last shard."""
-    from preprocess.config import ImageConfig, PreprocessConfig
-    from preprocess.run.dataset import Watcher, preprocess_dataset
-    from preprocess.sources.open import open_source
     from tests.conftest import cord_row, write_cord_parquet
+    from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+    from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
+    from vlmdata.preprocess.sources.open import open_source
 
     config = PreprocessConfig(image=ImageConfig(1024, 2_000_000), rows_per_shard=8)
     with tempfile.TemporaryDirectory(dir=_memory()) as folder, bucket() as store:
@@ -211,11 +211,11 @@ _AT_ONCE = 16
 
 def reading(options: argparse.Namespace) -> None:
     """What one data-parallel rank fetches in an epoch: whole shards, or the ranges of its samples."""
-    from preprocess.config import ImageConfig, PreprocessConfig
-    from preprocess.run.dataset import preprocess_dataset
-    from preprocess.sources.open import open_source
     from tests.conftest import cord_row, write_cord_parquet
     from vlmdata import open_dataset
+    from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+    from vlmdata.preprocess.run.dataset import preprocess_dataset
+    from vlmdata.preprocess.sources.open import open_source
 
     config = PreprocessConfig(image=ImageConfig(1024, 2_000_000), rows_per_shard=8)
     with tempfile.TemporaryDirectory(dir=_memory()) as folder, bucket() as store:

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.device_timer import milliseconds
-from model.families.qwen3_5.presets import PRESETS
-from model.network.patch_embed import PatchEmbed
 from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.model.families.qwen3_5.presets import PRESETS
+from vlmdata.model.network.patch_embed import PatchEmbed
 
 
 def main() -> None:

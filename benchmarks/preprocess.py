@@ -38,17 +38,17 @@ import datasets
 import torch
 from PIL import Image
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import Conversation, TextPart
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, TextPart
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.schema import PROGRESS_DIR
 from vlmdata.media.resize import resize_image
 from vlmdata.storage.folder import Folder
-from preprocess.recipes.base import load_recipe
-from preprocess.shards.job import ShardContext, ShardJob, run_shard
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.shards.job import ShardContext, ShardJob, run_shard
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

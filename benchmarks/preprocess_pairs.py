@@ -40,10 +40,10 @@ import json, resource, sys, time
 from hashlib import sha256
 from pathlib import Path
 import torch
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.shards.job import ShardContext, ShardJob, run_shard
-from preprocess.sources.open import open_source
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.shards.job import ShardContext, ShardJob, run_shard
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.format.schema import PROGRESS_DIR
 from vlmdata.storage.folder import Folder
 try:
@@ -105,7 +105,7 @@ def make_rows(work: Path, receipts: str, images: int) -> dict[str, Path]:
     from PIL import Image
 
     datasets.disable_progress_bars()
-    from preprocess.sources.open import open_source
+    from vlmdata.preprocess.sources.open import open_source
 
     drawn = open_source(receipts, limit=images)
     kinds: dict[str, dict[str, Any]] = {

@@ -31,12 +31,12 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.hardware import hardware
-from preprocess.config import PreprocessConfig
-from preprocess.recode.run import OldDataset
-from preprocess.retokenize.run import old_config, retokenize_dataset
-from preprocess.run.dataset import Watcher, preprocess_dataset
-from preprocess.sources.open import open_source
 from vlmdata.format.manifest import Manifest
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.recode.run import OldDataset
+from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
+from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 
 ROWS_PER_SHARD = 16

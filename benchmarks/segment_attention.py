@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()  # one cuDNN in the process: with two, gradients are wrong
 

@@ -34,14 +34,14 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.demo import ensure_demo_dataset
-from preprocess.shards.job import ShardContext, ShardJob, run_shard
-from preprocess.sources.identity import file_digest
-from preprocess.sources.open import open_source
 from tests.object_store import ObjectStore, forget_file_systems, serving
 from vlmdata.format.schema import PROGRESS_DIR
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.demo import ensure_demo_dataset
+from vlmdata.preprocess.shards.job import ShardContext, ShardJob, run_shard
+from vlmdata.preprocess.sources.identity import file_digest
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage.folder import Folder
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -152,8 +152,8 @@ class Probe:
         )
 
     def watch_trainer(self) -> None:
-        import model.training.loop as loop
-        from model.training.step import Stepper
+        import vlmdata.model.training.loop as loop
+        from vlmdata.model.training.step import Stepper
 
         self.mark("imports of megatron-core and Transformer Engine")
         self.after(loop, "architecture_of", "process groups")
@@ -203,7 +203,7 @@ def main() -> None:
     report, steps, separator, *arguments = sys.argv[1:]
     assert separator == "--"
     probe = Probe(Path(report), int(steps))
-    import model.parallel.environment as environment
+    import vlmdata.model.parallel.environment as environment
 
     prepare = environment.before_megatron
 

@@ -25,24 +25,24 @@ from typing import Any, NamedTuple
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
 import torch
 
-from model.families import spec_of
-from model.flops import peak_flops
-from model.parallel import groups
-from model.parallel.cpu_mode import cpu_mode_if_needed
-from model.training.build import architecture_of, build
-from model.training.data import RankPlace, endless, open_loader
-from model.training.optimizer.learner import build_learner
-from model.training.processes.garbage import only_new_objects_collected
-from model.training.settings.config import TrainConfig
-from model.training.settings.config_loading import load_config
-from model.training.step import LaunchedStep, Stepper, StepResult
 from vlmdata import PackedBatch, StreamingLoader
+from vlmdata.model.families import spec_of
+from vlmdata.model.flops import peak_flops
+from vlmdata.model.parallel import groups
+from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
+from vlmdata.model.training.build import architecture_of, build
+from vlmdata.model.training.data import RankPlace, endless, open_loader
+from vlmdata.model.training.optimizer.learner import build_learner
+from vlmdata.model.training.processes.garbage import only_new_objects_collected
+from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.step import LaunchedStep, Stepper, StepResult
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

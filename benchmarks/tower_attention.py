@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -98,7 +98,7 @@ def measured(attend: Attention, heads: int, width: int) -> str:
 def rotations(heads: int, width: int) -> dict[str, str]:
     from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 
-    from model.kernels.rotation import SplitAndRotate
+    from vlmdata.model.kernels.rotation import SplitAndRotate
 
     mixed = torch.randn(BOUNDS[-1], heads, 3, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
     half = 20 * torch.randn(BOUNDS[-1], width // 2, device="cuda")

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.device_timer import by_kernel
-from model.kernels import biased_gelu, rotation
-from model.kernels.biased_gelu import gelu_with_bias
-from model.kernels.rotation import SplitAndRotate
+from vlmdata.model.kernels import biased_gelu, rotation
+from vlmdata.model.kernels.biased_gelu import gelu_with_bias
+from vlmdata.model.kernels.rotation import SplitAndRotate
 
 #: Tensors as large as the product that each kernel must read or write.
 MOVED = {"_gelu_with_bias": 2, "_gelu_with_bias_backward": 3, "_split_and_rotate": 2}

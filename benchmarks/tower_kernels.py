@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.device_timer import by_kernel, milliseconds
-from model.kernels import residual_norm
-from model.kernels.residual_norm import Tiling
+from vlmdata.model.kernels import residual_norm
+from vlmdata.model.kernels.residual_norm import Tiling
 
 EPS = 1e-6
 #: Tensors of a row for each patch that a function must read or write, forward and backward.

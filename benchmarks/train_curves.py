@@ -29,23 +29,23 @@ from typing import Any
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.families.qwen3_5.spec import step_flops
-from model.parallel.environment import before_megatron
+from vlmdata.model.families.qwen3_5.spec import step_flops
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
 import numpy as np
 import torch
 
-from model.parallel import groups
-from model.training.build import architecture_of, build, device_of_this_process
-from model.training.data import RankPlace
-from model.training.optimizer.learner import build_learner
-from model.training.settings.config import TrainConfig
-from model.training.settings.config_loading import load_config
-from model.training.step import Stepper
 from vlmdata import PackedBatch, StreamingLoader, open_dataset
 from vlmdata.batch import IGNORE_INDEX
+from vlmdata.model.parallel import groups
+from vlmdata.model.training.build import architecture_of, build, device_of_this_process
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.optimizer.learner import build_learner
+from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.step import Stepper
 
 WAYS = ("packed", "again", "padded", "context", "fp8")
 

@@ -3,9 +3,10 @@
     python benchmarks/train_parity.py --prepare WORK --data DIR      # weights, and the reference, on one GPU
     torchrun --nproc-per-node 4 --master-addr 127.0.0.1 benchmarks/train_parity.py --work WORK --data DIR
 
-Runs the bundled trainer itself (`model.training.loop.train`), a dense and an experts model with real head widths, bf16,
-multi-token prediction on, 8 packs of real receipts a step. Weights are random, written as a Hugging Face checkpoint and
-converted, so each layout loads and cuts the same file. Writes train-parity-<date>.md and .json under --out.
+Runs the bundled trainer itself (`vlmdata.model.training.loop.train`), a dense and an experts model with real head
+widths, bf16, multi-token prediction on, 8 packs of real receipts a step. Weights are random, written as a Hugging Face
+checkpoint and converted, so each layout loads and cuts the same file. Writes train-parity-<date>.md and .json under
+--out.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from typing import Any
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.families import architecture_to_hf
-from model.parallel.environment import before_megatron
+from vlmdata.model.families import architecture_to_hf
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -37,18 +38,18 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
-from model.architecture import MoeArchitecture
-from model.families.qwen3_5.architecture import Qwen35Architecture
-from model.families.qwen3_5.names import parameter_maps
-from model.families.qwen3_5.presets import PRESETS
-from model.parallel import groups
-from model.parallel.separation import forget_separation
-from model.training.build import device_of_this_process
-from model.training.loop import train
-from model.training.settings.config_loading import load_config
-from model.weight_names.table import hf_names
-from model.weights.convert import to_megatron
 from vlmdata import open_dataset
+from vlmdata.model.architecture import MoeArchitecture
+from vlmdata.model.families.qwen3_5.architecture import Qwen35Architecture
+from vlmdata.model.families.qwen3_5.names import parameter_maps
+from vlmdata.model.families.qwen3_5.presets import PRESETS
+from vlmdata.model.parallel import groups
+from vlmdata.model.parallel.separation import forget_separation
+from vlmdata.model.training.build import device_of_this_process
+from vlmdata.model.training.loop import train
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.weight_names.table import hf_names
+from vlmdata.model.weights.convert import to_megatron
 
 STEPS = 4
 #: What one GPU does by itself: how far steps part for no reason of the layout; from which weights.

@@ -44,11 +44,11 @@ import torch
 STARTED = time.monotonic()
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.architecture import Architecture
-from model.families import architecture_to_hf, preset, spec_of
-from model.flops import StepFlops, peak_flops
 from vlmdata import StreamingLoader, VlmDataset, open_dataset
 from vlmdata.batch import IGNORE_INDEX
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import architecture_to_hf, preset, spec_of
+from vlmdata.model.flops import StepFlops, peak_flops
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -255,7 +255,7 @@ def time_ours(
     architecture: Architecture, configs: Sequence[Any], dataset: VlmDataset, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Figures of the bundled trainer's step with the first configuration that fits; needs process groups."""
-    from model.training.kernels import compile_ahead
+    from vlmdata.model.training.kernels import compile_ahead
 
     with compile_ahead(configs[0]) or contextlib.nullcontext() as kernels:
         if kernels is not None:
@@ -273,10 +273,10 @@ def time_packs(
     architecture: Architecture, config: Any, dataset: VlmDataset, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Figures of the bundled trainer's step, a pack each."""
-    from model.training.build import build
-    from model.training.data import RankPlace
-    from model.training.optimizer.learner import build_learner
-    from model.training.step import Stepper
+    from vlmdata.model.training.build import build
+    from vlmdata.model.training.data import RankPlace
+    from vlmdata.model.training.optimizer.learner import build_learner
+    from vlmdata.model.training.step import Stepper
 
     emptied()
     place = RankPlace.here()
@@ -329,7 +329,7 @@ def figures(seconds: float, counts: list[tuple[int, float]], slots: int, losses:
 
 def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The ways of a preset, each with its figures."""
-    from model.training.build import architecture_of
+    from vlmdata.model.training.build import architecture_of
 
     dataset = dataset_of(name, datasets)
     configs = configs_of(name, dataset, options)
@@ -362,7 +362,7 @@ def dataset_of(name: str, datasets: Sequence[VlmDataset]) -> VlmDataset:
 
 def configs_of(name: str, dataset: VlmDataset, options: argparse.Namespace) -> list[Any]:
     """Configurations of the bundled trainer for a preset: one for each of --recompute."""
-    from model.training.settings.config_loading import load_config
+    from vlmdata.model.training.settings.config_loading import load_config
 
     settings: list[tuple[str, Any]] = [
         ("data.paths", [str(dataset.directory)]),
@@ -461,12 +461,12 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence for the result")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
-    from model.parallel.environment import before_megatron
+    from vlmdata.model.parallel.environment import before_megatron
 
     before_megatron()
 
-    from model.parallel import groups
-    from model.parallel.cpu_mode import cpu_mode_if_needed
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
 
     groups.initialize()
     datasets = [open_dataset(path) for path in options.data]

@@ -45,8 +45,8 @@ import torch
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.families.qwen3_5.spec import step_flops
-from model.parallel.environment import before_megatron
+from vlmdata.model.families.qwen3_5.spec import step_flops
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -56,20 +56,20 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from model.families.qwen3_5.architecture import Qwen35Architecture
-from model.families.qwen3_5.build import build_model, language_config
-from model.flops import StepFlops, peak_flops
-from model.metrics import MetricSums
-from model.parallel import groups
-from model.training.build import architecture_of
-from model.training.data import RankPlace
-from model.training.optimizer.learner import build_learner, freeze
-from model.training.settings.config import TrainConfig
-from model.training.settings.config_loading import load_config
-from model.training.settings.model_settings import settings_of
-from model.training.step import Stepper
 from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
 from vlmdata.batch import IGNORE_INDEX, SampleOrigin
+from vlmdata.model.families.qwen3_5.architecture import Qwen35Architecture
+from vlmdata.model.families.qwen3_5.build import build_model, language_config
+from vlmdata.model.flops import StepFlops, peak_flops
+from vlmdata.model.metrics import MetricSums
+from vlmdata.model.parallel import groups
+from vlmdata.model.training.build import architecture_of
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.optimizer.learner import build_learner, freeze
+from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.settings.model_settings import settings_of
+from vlmdata.model.training.step import Stepper
 
 DEVICE = torch.device("cuda", 0)
 

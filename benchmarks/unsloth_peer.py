@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from train_peer import DTYPE, emptied, peer_of
 
-from model.architecture import Architecture
-from preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.model.architecture import Architecture
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
 LONGEST = 16384  # tokens; sizes nothing, as positions are computed
 

@@ -37,16 +37,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from preprocess.config import PreprocessConfig, VideoConfig
-from preprocess.conversation import VideoPart
-from preprocess.encode.video import VideoPlan, encode_video, plan_video
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from vlmdata import StreamingLoader
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.codecs import Item, codec
 from vlmdata.media.video.container import VideoLimits
 from vlmdata.media.video.decode import decode_frames
+from vlmdata.preprocess.config import PreprocessConfig, VideoConfig
+from vlmdata.preprocess.conversation import VideoPart
+from vlmdata.preprocess.encode.video import VideoPlan, encode_video, plan_video
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 
 CONFIG = PreprocessConfig(recipe="chat")
 LIMITS = VideoLimits()

@@ -138,7 +138,7 @@ class Feed:
         """Batches of train.py's loader."""
         from train_peer import DEVICE
 
-        from model.training.data import RankPlace, endless, open_loader
+        from vlmdata.model.training.data import RankPlace, endless, open_loader
 
         return endless(stack.enter_context(open_loader(self.config, RankPlace.here(), self.architecture, DEVICE)))
 
@@ -147,8 +147,8 @@ class Feed:
         import torch
         from train_peer import DEVICE
 
-        from model.training.data import endless
         from vlmdata import StreamingLoader
+        from vlmdata.model.training.data import endless
 
         clips = [json.loads(line)["videos"] for line in (self.folder / ROWS).read_text().splitlines()]
         on_gpu = DEVICE.type == "cuda"
@@ -178,7 +178,7 @@ def timed(stepper: Any, batches: Iterator[Any], options: argparse.Namespace) -> 
     import torch
     from train_peer import DEVICE
 
-    from model.flops import peak_flops
+    from vlmdata.model.flops import peak_flops
 
     results, before = [], None
     for number in range(options.warmup + options.steps + 1):
@@ -204,14 +204,14 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[
     """The ways of a preset, each with its figures."""
     from train_peer import DEVICE, DTYPE, emptied, recomputing
 
-    from model.families import preset, spec_of
-    from model.training.build import architecture_of, build
-    from model.training.data import RankPlace
-    from model.training.kernels import compile_ahead
-    from model.training.optimizer.learner import build_learner
-    from model.training.settings.config_loading import load_config
-    from model.training.step import Stepper
     from vlmdata import open_dataset
+    from vlmdata.model.families import preset, spec_of
+    from vlmdata.model.training.build import architecture_of, build
+    from vlmdata.model.training.data import RankPlace
+    from vlmdata.model.training.kernels import compile_ahead
+    from vlmdata.model.training.optimizer.learner import build_learner
+    from vlmdata.model.training.settings.config_loading import load_config
+    from vlmdata.model.training.step import Stepper
 
     dataset = open_dataset(options.data / preset(name).data_family)
     settings: list[tuple[str, Any]] = [
@@ -270,13 +270,13 @@ def report(about: dict[str, Any]) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Measures all presets."""
-    from model.parallel.environment import before_megatron
+    from vlmdata.model.parallel.environment import before_megatron
 
     before_megatron()
     from train_peer import about_run
 
-    from model.parallel import groups
-    from model.parallel.cpu_mode import cpu_mode_if_needed
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
 
     groups.initialize()
     about = about_run("video_step.py", options.note)

@@ -33,12 +33,12 @@ from PIL import Image
 # The folder of benchmarks has a preprocess.py of its own.
 sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
 
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import VideoPart
-from preprocess.encode.video import encode_video, plan_video
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.codecs import VIDEO, Item, ItemShape, codec
 from vlmdata.media.codecs.base import cut_picture
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.conversation import VideoPart
+from vlmdata.preprocess.encode.video import encode_video, plan_video
 
 Array = npt.NDArray[np.uint8]
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 --master-addr 127.0.0.1 benchmarks/vision_gpus.py --receipts R --texts T
 
-Runs the bundled trainer itself (`model.training.loop.train`), one case after another in the same processes, which
-spares their start; nothing is saved. Each case makes one step to warm up, then counts some, then one with torch's
+Runs the bundled trainer itself (`vlmdata.model.training.loop.train`), one case after another in the same processes,
+which spares their start; nothing is saved. Each case makes one step to warm up, then counts some, then one with torch's
 profiler. That step gives `busy`, the share of its time in which the GPU ran any kernel other than a message (a message
 that waits for its other end is a running kernel too), and `queued`, the median time from a kernel's launch to its
 start: microseconds if the GPU waits for the host, more if the host is ahead. Waits of the two sides are those of the
@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NamedTuple
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -44,14 +44,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from model.parallel import groups
-from model.parallel.cpu_mode import cpu_mode_if_needed
-from model.parallel.separation import forget_separation
-from model.training import loop
-from model.training.build import device_of_this_process
-from model.training.checkpoints.checkpoint import Checkpoints
-from model.training.kernels import compile_ahead
-from model.training.settings.config_loading import load_config
+from vlmdata.model.parallel import groups
+from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
+from vlmdata.model.parallel.separation import forget_separation
+from vlmdata.model.training import loop
+from vlmdata.model.training.build import device_of_this_process
+from vlmdata.model.training.checkpoints.checkpoint import Checkpoints
+from vlmdata.model.training.kernels import compile_ahead
+from vlmdata.model.training.settings.config_loading import load_config
 
 #: Settings of each layout; all other processes are data parallel.
 LAYOUTS: dict[str, dict[str, Any]] = {

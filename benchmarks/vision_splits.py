@@ -2,10 +2,10 @@
 
     python benchmarks/vision_splits.py        # some minutes, one core, no GPU
 
-Simulates the passes of steps (`model.parallel.split_estimate`) with the FLOP of each model and with FLOP/s per GPU that
-were measured (`SPEEDS`), for every layout in `LAYOUTS` whose sizes fit, and compares the fastest split with the fastest
-layout that all GPUs share. Packs of 8,192 tokens. Tensor parallelism costs nothing here, memory and messages are not
-simulated. Writes vision-splits-<date>.json and .md under --out.
+Simulates the passes of steps (`vlmdata.model.parallel.split_estimate`) with the FLOP of each model and with FLOP/s per
+GPU that were measured (`SPEEDS`), for every layout in `LAYOUTS` whose sizes fit, and compares the fastest split with
+the fastest layout that all GPUs share. Packs of 8,192 tokens. Tensor parallelism costs nothing here, memory and
+messages are not simulated. Writes vision-splits-<date>.json and .md under --out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from packing import draw
 
-from model.parallel.split_estimate import Speeds, SplitSimulation
+from vlmdata.model.parallel.split_estimate import Speeds, SplitSimulation
 from vlmdata.packing import PlanConfig, cost_model, plan_epoch
 from vlmdata.packing.plan.epoch import EpochPlan
 

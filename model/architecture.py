@@ -2,7 +2,8 @@
 
 This module is plain data and needs no torch. A family adds its own fields in subclasses of
 :class:`LanguageArchitecture` and :class:`Architecture` (``model/families/NAME/architecture.py``).
-:class:`model.network.settings.ModelSettings` says how a model is computed (back end, parallel layout, recompute).
+:class:`vlmdata.model.network.settings.ModelSettings` says how a model is computed (back end, parallel layout,
+recompute).
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class Architecture:
         mtp_layers: Multi-token prediction layers of the checkpoint; 0 for families without them.
     """
 
-    #: Name of the model family, in :data:`model.families.REGISTRY`.
+    #: Name of the model family, in :data:`vlmdata.model.families.REGISTRY`.
     family: ClassVar[str]
     #: Family of the datasets that its models train on, in :data:`vlmdata.families.REGISTRY`.
     data_family: ClassVar[str]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from model.architecture import Architecture, LanguageArchitecture, VisionArchitecture
+from vlmdata.model.architecture import Architecture, LanguageArchitecture, VisionArchitecture
 from vlmdata.packing.cost import CostModel
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def step_flops(
     Args:
         model: The architecture.
         frozen: Parts that are not trained: any of "vision", "merger", "language".
-        adapted: Parts with adapters, whose own FLOP are not counted here (:mod:`model.lora.flops`).
+        adapted: Parts with adapters, whose own FLOP are not counted here (:mod:`vlmdata.model.lora.flops`).
         full_layers: Layers with full attention: causal, 2 heads d s^2 per sample of s tokens (half of 4 heads d s^2).
         gate: Whether they have an output gate.
         feed_forward_layers: Layers with a feed-forward part, all with dense layers or all with experts.

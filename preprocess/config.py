@@ -9,7 +9,12 @@ from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
 
-from preprocess.media_config import (
+from vlmdata.families import DEFAULT_FAMILY, Family
+from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
+from vlmdata.media.codecs import REGISTRY as CODECS
+from vlmdata.options import OptionHelp
+from vlmdata.preprocess.media_config import (
     DamagedVideos,
     ImageConfig,
     MediaConfig,
@@ -20,12 +25,7 @@ from preprocess.media_config import (
     image_option,
     video_codec_beside,
 )
-from preprocess.registries import RECIPES
-from vlmdata.families import DEFAULT_FAMILY, Family
-from vlmdata.families import REGISTRY as FAMILIES
-from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
-from vlmdata.media.codecs import REGISTRY as CODECS
-from vlmdata.options import OptionHelp
+from vlmdata.preprocess.registries import RECIPES
 
 __all__ = [
     "EMBEDDED",
@@ -81,7 +81,7 @@ class Overlong(StrEnum):
 
     ``truncate`` cuts the end of the last answer or document. ``split`` splits a document into several samples
     and rejects a conversation. ``drop-turns`` drops the earliest exchanges of a conversation, ``shrink-images`` lowers
-    the pixel budget of a sample's images (:mod:`preprocess.encode.shorten`).
+    the pixel budget of a sample's images (:mod:`vlmdata.preprocess.encode.shorten`).
     """
 
     REJECT = "reject"

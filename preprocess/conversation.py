@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from preprocess.grounding import BoxPart, GroundingPart, LabelPart, PointPart
+from vlmdata.preprocess.grounding import BoxPart, GroundingPart, LabelPart, PointPart
 from vlmdata.wording import counted
 
 #: A value of a column that a recipe attaches to a sample.

@@ -13,12 +13,12 @@ RECIPES = Registry[Any](
     "--recipe",
     not_callable,
     {
-        "cord_v2": "preprocess.recipes.cord_v2:CordV2",
-        "chat": "preprocess.recipes.chat:Chat",
-        "text": "preprocess.recipes.text:Text",
-        "caption": "preprocess.recipes.caption:Caption",
-        "vqa": "preprocess.recipes.vqa:Vqa",
-        "grounding": "preprocess.recipes.grounding:GroundingRows",
+        "cord_v2": "vlmdata.preprocess.recipes.cord_v2:CordV2",
+        "chat": "vlmdata.preprocess.recipes.chat:Chat",
+        "text": "vlmdata.preprocess.recipes.text:Text",
+        "caption": "vlmdata.preprocess.recipes.caption:Caption",
+        "vqa": "vlmdata.preprocess.recipes.vqa:Vqa",
+        "grounding": "vlmdata.preprocess.recipes.grounding:GroundingRows",
     },
     SourceError,
 )
@@ -27,6 +27,6 @@ ENGINES = Registry[Any](
     "vlmdata.engines",
     "--engine",
     not_callable,
-    {"local": "preprocess.engines.local:Local", "ray": "preprocess.engines.ray:Ray"},
+    {"local": "vlmdata.preprocess.engines.local:Local", "ray": "vlmdata.preprocess.engines.ray:Ray"},
     SourceError,
 )

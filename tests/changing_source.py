@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
-from preprocess.run.claim import Part
-from preprocess.run.dataset import PartResult, RunResult, preprocess_dataset, preprocess_part
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import encoded_image
 from vlmdata import open_dataset
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
+from vlmdata.preprocess.run.claim import Part
+from vlmdata.preprocess.run.dataset import PartResult, RunResult, preprocess_dataset, preprocess_part
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store
 
 Rows = list[dict[str, Any]]

@@ -128,7 +128,7 @@ def vlmdata(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The embedded tokenizer as a ChatTokenizer."""
-    from preprocess.chat.tokenizer import load_tokenizer
+    from vlmdata.preprocess.chat.tokenizer import load_tokenizer
 
     return load_tokenizer()
 
@@ -174,9 +174,9 @@ def build_dataset(
     spec: Path | str, directory: Path, *, workers: int = 1, limit: int | None = None, **config: Any
 ) -> Path:
     """Preprocesses a source into a folder and returns the folder."""
-    from preprocess.config import ImageConfig, PreprocessConfig
-    from preprocess.run.dataset import preprocess_dataset
-    from preprocess.sources.open import open_source
+    from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+    from vlmdata.preprocess.run.dataset import preprocess_dataset
+    from vlmdata.preprocess.sources.open import open_source
 
     config.setdefault("image", ImageConfig(min_pixels=1024, max_pixels=65536))
     resolved = PreprocessConfig(**config)

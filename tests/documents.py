@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preprocess.config import ImageConfig, Overlong
 from tests.chat_rows import data_uri, write_jsonl
 from tests.conftest import build_dataset
+from vlmdata.preprocess.config import ImageConfig, Overlong
 
 #: Row 0 is plain, row 1 interleaved, row 2 is split into three pieces, row 3 is empty, row 4 is weighted.
 DOCUMENT_ROWS: list[dict[str, Any]] = [

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from preprocess.conversation import Conversation, Message, TextPart
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
+from vlmdata.preprocess.conversation import Conversation, Message, TextPart
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 NAME = "tests.list_recipe:Lists"

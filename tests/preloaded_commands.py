@@ -21,9 +21,9 @@ LOADING = (
 )
 #: GPU machines, where only loading is tested, may lack what these need.
 PREPROCESSING = (
-    "preprocess.engines.local",
-    "preprocess.run.dataset",
-    "preprocess.demo.dataset",
+    "vlmdata.preprocess.engines.local",
+    "vlmdata.preprocess.run.dataset",
+    "vlmdata.preprocess.demo.dataset",
     "transformers.models.auto.tokenization_auto",
     "datasets",
     "pandas",

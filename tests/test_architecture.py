@@ -142,7 +142,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_model_families_do_not_import_each_other() -> None:
-    root = "model.families."
+    root = "vlmdata.model.families."
     files = {name: tree for name, tree in files_of_ours().items() if name.startswith(root)}
     families = {name.removeprefix(root).partition(".")[0] for name in files if name.removeprefix(root).count(".")}
     assert len(families) > 1

@@ -79,7 +79,7 @@ def test_equals_transformer_engine() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from model.parallel.environment import before_megatron
+    from vlmdata.model.parallel.environment import before_megatron
 
     before_megatron()  # loads torch's cuDNN, so that Transformer Engine does not load another one
     pytest.importorskip("transformer_engine.pytorch")  # it finds and loads the library of the next line

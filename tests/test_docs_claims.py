@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.cli.command import PreprocessCommand
-from preprocess.config import PreprocessConfig
-from preprocess.recipes import web_images
-from preprocess.registries import ENGINES, RECIPES
 from vlmdata import workers
 from vlmdata.families import DEFAULT_FAMILY, family
 from vlmdata.format.index_row import index_schema
@@ -22,6 +18,10 @@ from vlmdata.loader.config import PARTS, LoaderConfig, Service
 from vlmdata.loader.fill import filler
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.packing.config import ALGORITHM_VERSION
+from vlmdata.preprocess.cli.command import PreprocessCommand
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.recipes import web_images
+from vlmdata.preprocess.registries import ENGINES, RECIPES
 from vlmdata.reasons import Reason
 from vlmdata.service.server.config import ServerConfig
 

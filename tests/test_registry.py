@@ -14,9 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vlmdata
-from preprocess.config import ImageConfig
-from preprocess.recode.run import recode_dataset
-from preprocess.shards.fingerprints import source_fingerprint
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
 from tests.loader.rows import chat_rows
@@ -27,6 +24,9 @@ from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families import Family
 from vlmdata.format.manifest import Manifest
 from vlmdata.media.codecs import REGISTRY, codec, libraries_of
+from vlmdata.preprocess.config import ImageConfig
+from vlmdata.preprocess.recode.run import recode_dataset
+from vlmdata.preprocess.shards.fingerprints import source_fingerprint
 from vlmdata.verify.dataset import verify_dataset
 
 OPTIONS = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard": 6}

@@ -7,14 +7,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import Conversation
-from preprocess.recipes.base import load_recipe
-from preprocess.recipes.media import MediaLoader
-from preprocess.row import Row
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 
 RECIPE = "tests.weighted:WeightedChat"
 

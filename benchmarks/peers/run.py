@@ -71,11 +71,11 @@ def main() -> None:
 
 def make_data(source: str, rows: int, work: Path) -> Path:
     """A vlmdata dataset, and its rows as messages and image files."""
-    from preprocess.config import ImageConfig
-    from preprocess.conversation import ImagePart
-    from preprocess.recipes.base import load_recipe
-    from preprocess.sources.open import open_source
     from vlmdata import open_dataset
+    from vlmdata.preprocess.config import ImageConfig
+    from vlmdata.preprocess.conversation import ImagePart
+    from vlmdata.preprocess.recipes.base import load_recipe
+    from vlmdata.preprocess.sources.open import open_source
 
     data = work / f"data-{rows}"
     if (data / "data.json").exists():

@@ -7,14 +7,14 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from model.architecture import Architecture
-from model.families.base import ModelSpec
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families.base import ModelSpec
 from vlmdata.packing.cost import CostModel
 
 #: Families by name. A new one is a folder here with a constant ``SPEC`` in its ``spec.py``, and a line below.
 REGISTRY: Mapping[str, str] = {
-    "qwen3_5": "model.families.qwen3_5.spec",
-    "qwen3_vl": "model.families.qwen3_vl.spec",
+    "qwen3_5": "vlmdata.model.families.qwen3_5.spec",
+    "qwen3_vl": "vlmdata.model.families.qwen3_vl.spec",
 }
 
 __all__ = [

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from model.architecture import Architecture
-from model.families.processors import ProcessorFiles
-from model.flops import StepFlops
-from model.kernels.shapes import DecoderKernels
-from model.network.settings import ModelSettings
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families.processors import ProcessorFiles
+from vlmdata.model.flops import StepFlops
+from vlmdata.model.kernels.shapes import DecoderKernels
+from vlmdata.model.network.settings import ModelSettings
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
-    from model.weight_names.table import ParameterMap, Shape
+    from vlmdata.model.weight_names.table import ParameterMap, Shape
 
 
 class Build[A: Architecture](Protocol):
@@ -63,7 +63,7 @@ class ModelSpec[A: Architecture]:
     """A model family. Only ``build`` and ``parameter_maps`` need torch.
 
     Attributes:
-        name: Name in :data:`model.families.REGISTRY`; the ``family`` of its architectures.
+        name: Name in :data:`vlmdata.model.families.REGISTRY`; the ``family`` of its architectures.
         model_types: Values of ``model_type`` in ``config.json`` that ``from_hf`` accepts.
         presets: Architectures by name; names are unique across families.
         typical: Name of the preset whose cost balances packs of the family's data if no size is named.
@@ -73,7 +73,7 @@ class ModelSpec[A: Architecture]:
         to_hf: Returns the content of a ``config.json`` that ``from_hf`` and transformers can read.
         step_flops: FLOP formula; takes the architecture, whether multi-token prediction is trained, frozen parts
             and parts with adapters.
-        check: Raises :class:`model.network.settings.SettingError` for settings that do not fit an architecture.
+        check: Raises :class:`vlmdata.model.network.settings.SettingError` for settings that do not fit an architecture.
         build: Builds a model.
         parameter_maps: Makes the weight name table.
         processor: The files of its processor, which conversion writes for a trained model.

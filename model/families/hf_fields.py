@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.architecture import Architecture, MoeArchitecture, VisionArchitecture
+from vlmdata.model.architecture import Architecture, MoeArchitecture, VisionArchitecture
 
 #: Fields with one name and meaning here and in transformers: ids of special tokens, ``text_config``, ``vision_config``.
 _IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -262,7 +262,7 @@ class ConfigFormat:
             raise ValueError(
                 f"unknown fields in {section or 'the config'}: {', '.join(unknown)}; they may change the model's "
                 f"result. If not, use `vlmdata convert … {each}`, `train.py … --set "
-                f"'model.ignore_config_fields=[{listed}]'`, or ignore= of model.families.architecture_from_hf"
+                f"'model.ignore_config_fields=[{listed}]'`, or ignore= of vlmdata.model.families.architecture_from_hf"
             )
 
 

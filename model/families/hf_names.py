@@ -1,6 +1,6 @@
 """The weight name table of a decoder, as far as families share it.
 
-The canonical names are those of :mod:`model.weight_names.table`. The Hugging Face names are those of
+The canonical names are those of :mod:`vlmdata.model.weight_names.table`. The Hugging Face names are those of
 ``Qwen3VLTextModel`` and ``Qwen3VLMoeTextModel``, which Qwen3.5 has too.
 """
 
@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture
-from model.weight_names.table import ParameterMap, Shape, SourceTensor, joined, only, same
-from model.weight_names.vision import vision_maps
+from vlmdata.model.architecture import Architecture, LanguageArchitecture, MoeArchitecture
+from vlmdata.model.weight_names.table import ParameterMap, Shape, SourceTensor, joined, only, same
+from vlmdata.model.weight_names.vision import vision_maps
 
 #: Name prefix of the decoder's tensors.
 _LANGUAGE = "model.language_model."

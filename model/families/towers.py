@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from model.architecture import VisionArchitecture
+from vlmdata.model.architecture import VisionArchitecture
 
 #: Towers of published sizes, to be completed by ``out_hidden_size`` and, if the family has it, ``deepstack_layers``.
 SMALL = partial(VisionArchitecture, depth=12, hidden_size=768, intermediate_size=3072, num_heads=12)

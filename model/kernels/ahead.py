@@ -22,7 +22,7 @@ _PATIENCE = 600.0
 
 
 class KernelsAhead:
-    """A process that compiles kernels into Triton's cache, by :meth:`model.kernels.shapes.Kernels.command`."""
+    """A process that compiles kernels into Triton's cache, by :meth:`vlmdata.model.kernels.shapes.Kernels.command`."""
 
     def __init__(self, command: Sequence[str]):
         self._begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a run into Triton's cache: ``python -m model.kernels.compile_ahead KERNELS``.
+"""Compiles the kernels of a run into Triton's cache: ``python -m vlmdata.model.kernels.compile_ahead KERNELS``.
 
 A process without a GPU context calls the functions with tensors without content, which gives the same kernels as the
 trainer, and one fork of it compiles each. Triton alone compiles one after the other.
@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from model.kernels.ahead import hash_triton
-from model.kernels.configurations import HOPPER, autotuners, choose_configurations
-from model.kernels.hollow import import_flash_linear_attention
-from model.kernels.shapes import Kernels
+from vlmdata.model.kernels.ahead import hash_triton
+from vlmdata.model.kernels.configurations import HOPPER, autotuners, choose_configurations
+from vlmdata.model.kernels.hollow import import_flash_linear_attention
+from vlmdata.model.kernels.shapes import Kernels
 
 
 class Collector(Executor):
@@ -213,7 +213,7 @@ def _capability() -> tuple[int, int] | None:
 
 
 def main() -> None:
-    """Compiles the :class:`model.kernels.shapes.Kernels` given by their :meth:`command`."""
+    """Compiles the :class:`vlmdata.model.kernels.shapes.Kernels` given by their :meth:`command`."""
     kernels: Kernels = pickle.loads(bytes.fromhex(sys.argv[1]))
     if not machine_has_hopper():
         return

@@ -1,8 +1,9 @@
 """Few configurations of the gated delta net's kernels for Triton to choose from at a run's first start.
 
 flash-linear-attention has Triton's autotuner compile and time 179 configurations of 14 kernels, one after the other,
-for minutes. The table below leaves the likely ones. They are compiled ahead (:mod:`model.kernels.compile_ahead`) and
-timed for milliseconds each, and Triton keeps the result on disk. ``benchmarks/kernel_choice.py`` times all of them.
+for minutes. The table below leaves the likely ones. They are compiled ahead
+(:mod:`vlmdata.model.kernels.compile_ahead`) and timed for milliseconds each, and Triton keeps the result on disk.
+``benchmarks/kernel_choice.py`` times all of them.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
-from model.kernels.decay import decays, decays_backward
-from model.kernels.short_convolution import BLOCK, DeltaHeads, convolve, convolve_backward
+from vlmdata.model.kernels.decay import decays, decays_backward
+from vlmdata.model.kernels.short_convolution import BLOCK, DeltaHeads, convolve, convolve_backward
 
 
 class DeltaInputs(torch.autograd.Function):

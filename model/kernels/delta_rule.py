@@ -37,7 +37,7 @@ class DeltaRule(torch.autograd.Function):
         chunks: Tensor,
         keep: bool = False,
     ) -> Tensor:
-        """Computes the rule; see ``gated_delta_rule`` of :mod:`model.families.qwen3_5.delta_rule`.
+        """Computes the rule; see ``gated_delta_rule`` of :mod:`vlmdata.model.families.qwen3_5.delta_rule`.
 
         ``decay`` is the decay's logarithm, float32 (T, h), ``beta`` is (T, h), ``bounds`` int32 (samples + 1,), and
         ``chunks`` int32 (m, 2), the sample of each chunk and its number in it. All are contiguous. With ``keep``, the

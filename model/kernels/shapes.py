@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from model.kernels.hollow import hollow
+from vlmdata.model.kernels.hollow import hollow
 
 #: Packages of Transformer Engine's kernels of cross-entropy. Their own ``__init__`` loads libraries for CUDA.
 _PACKAGES = (
@@ -126,9 +126,9 @@ class TowerKernels:
         """Runs all, forward and backward, on one row. Device ``meta`` gives tensors without content."""
         import torch
 
-        from model.kernels.biased_gelu import gelu_with_bias
-        from model.kernels.residual_norm import keep_and_norm, sum_and_norm, sum_with_bias
-        from model.kernels.rotation import SplitAndRotate
+        from vlmdata.model.kernels.biased_gelu import gelu_with_bias
+        from vlmdata.model.kernels.residual_norm import keep_and_norm, sum_and_norm, sum_with_bias
+        from vlmdata.model.kernels.rotation import SplitAndRotate
 
         empty = _tensors(device)
         mixed, bias = empty(1, self.heads, 3, self.head_width), empty(3 * self.heads * self.head_width)
@@ -150,8 +150,8 @@ class Kernels:
     every: bool  # whether Triton's autotuner chooses among all configurations, instead of those of the table
 
     def command(self) -> list[str]:
-        """Returns the command of the process that compiles them: :mod:`model.kernels.compile_ahead`."""
-        return [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", pickle.dumps(self).hex()]
+        """Returns the command of the process that compiles them: :mod:`vlmdata.model.kernels.compile_ahead`."""
+        return [sys.executable, "-W", "ignore", "-m", "vlmdata.model.kernels.compile_ahead", pickle.dumps(self).hex()]
 
     def run(self, device: str) -> None:
         """Runs all, forward and backward. Device ``meta`` gives tensors without content."""
@@ -166,11 +166,11 @@ def run_layers(delta_net: DeltaNetShape, attention: AttentionShape, device: str)
     """Runs the kernels that take the place of megatron-core's functions, forward and backward."""
     import torch
 
-    from model.kernels.attention_inputs import AttentionHeads, AttentionInputs
-    from model.kernels.delta_inputs import DeltaInputs
-    from model.kernels.gated_norm import gated_norm
-    from model.kernels.gating import SwiGLUActivation, gated
-    from model.kernels.short_convolution import DeltaHeads
+    from vlmdata.model.kernels.attention_inputs import AttentionHeads, AttentionInputs
+    from vlmdata.model.kernels.delta_inputs import DeltaInputs
+    from vlmdata.model.kernels.gated_norm import gated_norm
+    from vlmdata.model.kernels.gating import SwiGLUActivation, gated
+    from vlmdata.model.kernels.short_convolution import DeltaHeads
 
     empty = _tensors(device)
     keys, values = delta_net.key_heads * delta_net.key_width, delta_net.value_heads * delta_net.value_width

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.lora.sites import LoraSite
-from model.network.grouped import ExpertRows
-from model.network.wrapping import ExpertsWrapper, LinearWrapper
+from vlmdata.model.lora.sites import LoraSite
+from vlmdata.model.network.grouped import ExpertRows
+from vlmdata.model.network.wrapping import ExpertsWrapper, LinearWrapper
 
 #: An adapter as PEFT has it: input matrix (r, k) and output matrix (n, r); of experts (e, r, k) and (e, n, r).
 Factors = tuple[Tensor, Tensor]

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from model.architecture import Architecture
-from model.families import spec_of
-from model.lora.adapters import AdapterForm, ExpertAdapters, Factors, LinearAdapter
-from model.lora.options import LoraOptions
-from model.lora.sites import LoraError, LoraSite, chosen, group_of, sites_of
-from model.network.quantized import held_by
-from model.network.wrapping import WRAPPER, WrappableLinear, is_of_wrapper, wrap, wrap_experts
-from model.weight_names.table import ParameterMap, canonical_names
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import spec_of
+from vlmdata.model.lora.adapters import AdapterForm, ExpertAdapters, Factors, LinearAdapter
+from vlmdata.model.lora.options import LoraOptions
+from vlmdata.model.lora.sites import LoraError, LoraSite, chosen, group_of, sites_of
+from vlmdata.model.network.quantized import held_by
+from vlmdata.model.network.wrapping import WRAPPER, WrappableLinear, is_of_wrapper, wrap, wrap_experts
+from vlmdata.model.weight_names.table import ParameterMap, canonical_names
 
 #: An adapter of a layer, or of a layer's experts.
 Adapter = LinearAdapter | ExpertAdapters

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from model.architecture import Architecture
-from model.flops import StepFlops
-from model.lora.sites import LoraSite
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.flops import StepFlops
+from vlmdata.model.lora.sites import LoraSite
 
 
 def with_adapters(flops: StepFlops, sites: Iterable[LoraSite], rank: int, architecture: Architecture) -> StepFlops:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from model.network.settings import Storage
+from vlmdata.model.network.settings import Storage
 
 #: How a part of the vision side is trained.
 Training = Literal["frozen", "lora", "full"]

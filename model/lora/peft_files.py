@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.lora.adapters import Factors
-from model.lora.options import LoraOptions
-from model.lora.sites import LoraError, LoraSite
+from vlmdata.model.lora.adapters import Factors
+from vlmdata.model.lora.options import LoraOptions
+from vlmdata.model.lora.sites import LoraError, LoraSite
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

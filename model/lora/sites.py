@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from model.lora.options import LoraOptions
-from model.weight_names.table import ParameterMap
 from vlmdata.errors import VlmdataError
+from vlmdata.model.lora.options import LoraOptions
+from vlmdata.model.weight_names.table import ParameterMap
 
 #: Groups of the language model's matrices.
 GROUPS = ("attention", "delta_net", "mlp", "shared_experts", "experts", "mtp")

@@ -12,20 +12,20 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from model.architecture import Architecture
-from model.metrics import MetricSums
-from model.network.decoder import Decoder
-from model.network.megatron_config import vision_config
-from model.network.provider import Provider, TorchProvider, transformer_engine_provider
-from model.network.router import BalancedRouter, RouterState
-from model.network.saved_model import SavedModel
-from model.network.settings import ModelSettings, SettingError, vocabulary_rows
-from model.network.vision import VisionTower
 from vlmdata.families import family
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.metrics import MetricSums
+from vlmdata.model.network.decoder import Decoder
+from vlmdata.model.network.megatron_config import vision_config
+from vlmdata.model.network.provider import Provider, TorchProvider, transformer_engine_provider
+from vlmdata.model.network.router import BalancedRouter, RouterState
+from vlmdata.model.network.saved_model import SavedModel
+from vlmdata.model.network.settings import ModelSettings, SettingError, vocabulary_rows
+from vlmdata.model.network.vision import VisionTower
 
 
 def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
-    """Returns the process groups of :mod:`model.parallel.groups`.
+    """Returns the process groups of :mod:`vlmdata.model.parallel.groups`.
 
     Raises:
         ValueError: If their sizes differ from the settings, or experts are tensor parallel.
@@ -34,7 +34,7 @@ def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
     if groups.expt_tp.size() > 1:
         raise ValueError(
             f"experts are tensor parallel over {groups.expt_tp.size()} ranks in these process groups, which is not "
-            "supported: create the groups with model.parallel.groups.initialize, or with expert_tensor_parallel_size=1"
+            "supported: create the groups with vlmdata.model.parallel.groups.initialize, or with expert_tensor_parallel_size=1"
         )
     made = {
         "tensor_parallel": groups.tp.size(),
@@ -46,7 +46,7 @@ def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
         if getattr(settings, name) != size:
             raise SettingError(
                 f"«{name}» {getattr(settings, name)} differs from the process groups (groups: {size}); pass the same "
-                "sizes to model.parallel.groups.initialize"
+                "sizes to vlmdata.model.parallel.groups.initialize"
             )
     return groups
 
@@ -82,7 +82,7 @@ def build_stage[M: SavedModel](
         config: Configuration of the decoder.
         provider: The back end.
         layers: Specs of all decoder layers, of which this stage takes its own.
-        model: Makes the model, as :class:`~model.network.vision_language.VisionLanguageModel`.
+        model: Makes the model, as :class:`~vlmdata.model.network.vision_language.VisionLanguageModel`.
         decoder: Makes the decoder.
         pre_process: True for the first stage (vision tower, embedding).
         post_process: True for the last stage (output layer).

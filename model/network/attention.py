@@ -18,9 +18,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from model.network.awaited import await_weight
-from model.parallel.exchange import all_gather_rows
-from model.parallel.packed import PackParams
+from vlmdata.model.network.awaited import await_weight
+from vlmdata.model.parallel.exchange import all_gather_rows
+from vlmdata.model.parallel.packed import PackParams
 
 
 class InterleavedMRoPE(nn.Module):
@@ -121,7 +121,7 @@ class KernelSelfAttention(RotatedSelfAttention):
     ) -> Any:
         """Returns normalised and rotated queries and keys, values, and the gate if the model has one."""
         # Triton is only there with CUDA.
-        from model.kernels.attention_inputs import WIDEST, AttentionHeads, AttentionInputs
+        from vlmdata.model.kernels.attention_inputs import WIDEST, AttentionHeads, AttentionInputs
 
         width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         shared_groups = (self.config.num_query_groups or groups) < self.world_size  # by tensor-parallel ranks
@@ -149,7 +149,7 @@ class KernelSelfAttention(RotatedSelfAttention):
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """``attn_output * torch.sigmoid(gate)``, in float32."""
-        from model.kernels.gating import gated  # Triton is only available with CUDA
+        from vlmdata.model.kernels.gating import gated  # Triton is only available with CUDA
 
         return gated(x, gate.reshape(x.shape))
 

@@ -19,12 +19,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from model.architecture import Architecture
-from model.metrics import MetricSums
-from model.network.attention import InterleavedMRoPE
-from model.network.targets import TargetRows
-from model.parallel.packed import PackParams
 from vlmdata.batch import IGNORE_INDEX
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.metrics import MetricSums
+from vlmdata.model.network.attention import InterleavedMRoPE
+from vlmdata.model.network.targets import TargetRows
+from vlmdata.model.parallel.packed import PackParams
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class Decoder(GPTModel):
             pack: The pack.
             padding_mask: bool (1, t), scattered under sequence parallelism.
             targets: Of each head; empty for logits.
-            features: Image features for this stage's first layers (:mod:`model.network.deepstack`); None without any.
+            features: Image features for this stage's first layers (:mod:`vlmdata.model.network.deepstack`); None
+            without any.
             extra: Inputs of a family's own heads.
 
         Returns:

@@ -22,10 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
-from model.network.attention import KernelSelfAttention, RotatedSelfAttention
-from model.network.dispatch import ExpertsLayer
-from model.network.provider import Provider
-from model.network.router import BalancedRouter
+from vlmdata.model.network.attention import KernelSelfAttention, RotatedSelfAttention
+from vlmdata.model.network.dispatch import ExpertsLayer
+from vlmdata.model.network.provider import Provider
+from vlmdata.model.network.router import BalancedRouter
 
 
 def full_attention(provider: Provider) -> ModuleSpec:
@@ -99,7 +99,7 @@ def _dense(provider: Provider) -> Any:
 
 def _swiglu(config: TransformerConfig) -> nn.Module:
     """The activation if ``use_te_activation_func`` is set: a Triton kernel, where megatron-core has torch compile."""
-    from model.kernels.gating import SwiGLUActivation  # Triton is only available with CUDA
+    from vlmdata.model.kernels.gating import SwiGLUActivation  # Triton is only available with CUDA
 
     return SwiGLUActivation(config)
 

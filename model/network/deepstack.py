@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from model.parallel.packed import PackParams
+from vlmdata.model.parallel.packed import PackParams
 
 
 class DeepstackLayer(TransformerLayer):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from torch import Tensor, nn
 
-from model.network.quantized import STACKED, is_quantized
+from vlmdata.model.network.quantized import STACKED, is_quantized
 
 #: Attribute of a layer that :func:`lay_out_experts` put in line: a :class:`_Line`.
 _LINE = "_weights_in_line"
@@ -160,7 +160,7 @@ class _TrainedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from model.kernels.expert_gradients import add_weight_gradients  # Triton is only available with CUDA
+        from vlmdata.model.kernels.expert_gradients import add_weight_gradients  # Triton is only available with CUDA
 
         x, whole = ctx.saved_tensors
         d, ends, line = grads[0].contiguous(), ctx.rows.ends, ctx.line

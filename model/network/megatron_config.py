@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from model.architecture import Architecture
-from model.network.settings import ModelSettings
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.network.settings import ModelSettings
 
 
 def language_config(
@@ -54,7 +54,8 @@ def language_config(
         "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True,
         "init_method_std": language.initializer_range,
-        # megatron-core would enable it everywhere, but its own output layer needs Apex; see model.network.assembly.
+        # megatron-core would enable it everywhere, but its own output layer needs Apex; see
+        # vlmdata.model.network.assembly.
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": settings.fused_cross_entropy,
         "cross_entropy_fusion_impl": "te" if settings.fused_cross_entropy else "native",

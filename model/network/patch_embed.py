@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.architecture import VisionArchitecture
 from vlmdata.families import Family
+from vlmdata.model.architecture import VisionArchitecture
 
 #: Middle of the pixel values from 0 to 255.
 _MIDDLE = 127.5

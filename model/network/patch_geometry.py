@@ -13,8 +13,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from model.architecture import VisionArchitecture
-from model.parallel.packed import to_device
+from vlmdata.model.architecture import VisionArchitecture
+from vlmdata.model.parallel.packed import to_device
 
 Grid = tuple[int, int, int]
 

@@ -17,10 +17,10 @@ from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from model.network.attention import SegmentAttention
-from model.network.linear import ShortLinear, ShortNormLinear, functions_are_known, with_short_way
-from model.network.settings import Storage
-from model.network.wrapping import wrappable, wrappable_experts, wrappable_group
+from vlmdata.model.network.attention import SegmentAttention
+from vlmdata.model.network.linear import ShortLinear, ShortNormLinear, functions_are_known, with_short_way
+from vlmdata.model.network.settings import Storage
+from vlmdata.model.network.wrapping import wrappable, wrappable_experts, wrappable_group
 
 
 class RMSNorm(nn.Module):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.network.settings import SettingError
+from vlmdata.model.network.settings import SettingError
 
 #: Values that share a scale.
 BLOCK = 64

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from model.network.awaited import await_weight
+from vlmdata.model.network.awaited import await_weight
 
 
 class PlainResidual:
@@ -50,25 +50,25 @@ class KernelResidual(PlainResidual):
 
     def keep_and_norm(self, x_pc: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """Returns x and its layer norm, (P, c)."""
-        from model.kernels.residual_norm import keep_and_norm  # Triton is only available with CUDA
+        from vlmdata.model.kernels.residual_norm import keep_and_norm  # Triton is only available with CUDA
 
         return keep_and_norm(x_pc, *_parameters(norm), self.eps)
 
     def sum_and_norm(self, x_pc: Tensor, added: tuple[Tensor, Tensor], norm: Any) -> tuple[Tensor, Tensor]:
         """Adds a layer's product (P, c) and its bias (c,). Returns the sum and its layer norm."""
-        from model.kernels.residual_norm import sum_and_norm
+        from vlmdata.model.kernels.residual_norm import sum_and_norm
 
         return sum_and_norm(x_pc, *added, *_parameters(norm), self.eps)
 
     def sum(self, x_pc: Tensor, added: tuple[Tensor, Tensor]) -> Tensor:
         """Adds a layer's product and its bias."""
-        from model.kernels.residual_norm import sum_with_bias
+        from vlmdata.model.kernels.residual_norm import sum_with_bias
 
         return sum_with_bias(x_pc, *added)
 
     def gelu(self, product: Tensor, bias: Tensor) -> Tensor:
         """Applies GELU to the sum. Its backward pass also gives the bias its gradient."""
-        from model.kernels.biased_gelu import gelu_with_bias
+        from vlmdata.model.kernels.biased_gelu import gelu_with_bias
 
         return gelu_with_bias(product, bias)
 

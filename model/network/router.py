@@ -11,8 +11,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from model.metrics import MetricSums
 from vlmdata.batch import PackedBatch
+from vlmdata.model.metrics import MetricSums
 
 
 @dataclass

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
-from model.architecture import Architecture
-from model.kernels.flash_cache import flash_attention_4_takes
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.kernels.flash_cache import flash_attention_4_takes
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class ModelOptions:
             residual sums. It takes seconds at each start. If not, Triton kernels and plain sums take their place;
             only experts are compiled then.
         tune_kernels: Have Triton's autotuner time all configurations of the delta net's kernels at the first start,
-            instead of those in :mod:`model.kernels.configurations`.
+            instead of those in :mod:`vlmdata.model.kernels.configurations`.
     """
 
     mtp_loss_scale: float = 0.1
@@ -79,9 +79,10 @@ class ModelSettings(ModelOptions):
         tensor_parallel: Ranks that share every layer.
         vision_tensor_parallel: Tensor-parallel size of the vision tower: ``tensor_parallel`` (the same as None) or 1.
             With 1, each of those ranks encodes some of the images. Training must then use
-            :func:`model.training.optimizer.learner.build_learner`, which sums their gradients. If other ranks hold the
+            :func:`vlmdata.model.training.optimizer.learner.build_learner`, which sums their gradients. If other ranks
+            hold the
             tower: any size, and None is the same as 1.
-        separate_vision: Whether other ranks hold the vision tower (:mod:`model.parallel.separation`).
+        separate_vision: Whether other ranks hold the vision tower (:mod:`vlmdata.model.parallel.separation`).
         sequence_parallel: Whether these ranks also share the tokens between layers.
         context_parallel: Ranks that share the tokens of a pack.
         pipeline_parallel: Number of pipeline stages.
@@ -98,7 +99,7 @@ class ModelSettings(ModelOptions):
         fp8_recipe: FP8 scaling: of whole tensors by their current range (``tensorwise``) or by that of earlier steps
             (``delayed``), or of blocks (``blockwise``).
         storage: How the weights of the language model's linear layers are stored. With ``nf4``
-            (:mod:`model.network.quantized`) they cannot be trained; adapters of them can.
+            (:mod:`vlmdata.model.network.quantized`) they cannot be trained; adapters of them can.
     """
 
     tensor_parallel: int = 1

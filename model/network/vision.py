@@ -32,13 +32,13 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.architecture import VisionArchitecture
-from model.network.patch_embed import PatchEmbed
-from model.network.patch_geometry import Grid, PatchGeometry
-from model.network.provider import Provider
-from model.network.residual import residual
-from model.network.vision_attention import core_attention
 from vlmdata.families import Family
+from vlmdata.model.architecture import VisionArchitecture
+from vlmdata.model.network.patch_embed import PatchEmbed
+from vlmdata.model.network.patch_geometry import Grid, PatchGeometry
+from vlmdata.model.network.provider import Provider
+from vlmdata.model.network.residual import residual
+from vlmdata.model.network.vision_attention import core_attention
 
 
 class VisionTower(MegatronModule):
@@ -52,7 +52,7 @@ class VisionTower(MegatronModule):
         pg_collection: Process groups; ``tp`` is the tower's.
         sharing_group: Ranks that hold the same weights and encode different images of a common set.
         recompute: Whether the backward pass computes blocks again instead of storing them.
-        attention: Attention kernel, as in :class:`~model.network.settings.ModelSettings`.
+        attention: Attention kernel, as in :class:`~vlmdata.model.network.settings.ModelSettings`.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from model.kernels.flash_cache import flash_attention_4_is_installed, flash_attention_4_takes
-from model.network.patch_geometry import PatchGeometry
+from vlmdata.model.kernels.flash_cache import flash_attention_4_is_installed, flash_attention_4_takes
+from vlmdata.model.network.patch_geometry import PatchGeometry
 
 
 class TorchAttention(nn.Module):
@@ -92,7 +92,7 @@ def core_attention(kind: str, config: TransformerConfig, pg_collection: Any) -> 
 
 
 def _split_and_rotate(mixed_pn3d: Tensor, bias: Tensor, images: PatchGeometry) -> tuple[Tensor, Tensor, Tensor]:
-    from model.kernels.rotation import SplitAndRotate  # Triton is only available with CUDA
+    from vlmdata.model.kernels.rotation import SplitAndRotate  # Triton is only available with CUDA
 
     parts: tuple[Tensor, Tensor, Tensor] = SplitAndRotate.apply(mixed_pn3d, bias, images.turns)
     return parts

@@ -13,7 +13,7 @@ A rank receives a :class:`PackedBatch` from the loader. On the first pipeline st
 4. Under sequence parallelism, tensor-parallel ranks keep their part of the tokens.
 
 If the tower is on ranks of its own, the first stage receives the embeddings from there instead of steps 1 and 2
-(:mod:`model.parallel.row_exchange`).
+(:mod:`vlmdata.model.parallel.row_exchange`).
 
 All ranks derive all sizes from the grids of the whole pack. No rank decides from its own data whether to join a
 collective. A rank without items encodes a dummy image so that all parameters take part.
@@ -37,21 +37,21 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from model.architecture import Architecture
-from model.metrics import MetricSums
-from model.network.decoder import Decoder
-from model.network.router import RouterState
-from model.network.saved_model import SavedModel
-from model.network.targets import TargetRows
-from model.network.vision import VisionTower
-from model.parallel.embedding_rows import EmbeddingRows, ItemEmbeddings
-from model.parallel.exchange import all_gather_rows, exchange_rows
-from model.parallel.item_blocks import ItemBlocks
-from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
-from model.parallel.row_exchange import RowReceiver
 from vlmdata.batch import PackedBatch
 from vlmdata.families import family
 from vlmdata.families.chat import IMAGE, VIDEO
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.metrics import MetricSums
+from vlmdata.model.network.decoder import Decoder
+from vlmdata.model.network.router import RouterState
+from vlmdata.model.network.saved_model import SavedModel
+from vlmdata.model.network.targets import TargetRows
+from vlmdata.model.network.vision import VisionTower
+from vlmdata.model.parallel.embedding_rows import EmbeddingRows, ItemEmbeddings
+from vlmdata.model.parallel.exchange import all_gather_rows, exchange_rows
+from vlmdata.model.parallel.item_blocks import ItemBlocks
+from vlmdata.model.parallel.packed import IntArray, PackIndex, PackParams, to_device
+from vlmdata.model.parallel.row_exchange import RowReceiver
 from vlmdata.wording import counted
 
 

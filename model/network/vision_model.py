@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from model.architecture import Architecture
-from model.metrics import MetricSums
-from model.network import assembly
-from model.network.patch_geometry import Grid
-from model.network.saved_model import SavedModel
-from model.network.settings import ModelSettings, check_settings
-from model.network.vision import VisionTower
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.metrics import MetricSums
+from vlmdata.model.network import assembly
+from vlmdata.model.network.patch_geometry import Grid
+from vlmdata.model.network.saved_model import SavedModel
+from vlmdata.model.network.settings import ModelSettings, check_settings
+from vlmdata.model.network.vision import VisionTower
 
 
 class VisionModel(SavedModel):

@@ -1,6 +1,6 @@
 """The seam for what wraps linear layers, such as low-rank adapters: a place in each layer and each set of experts.
 
-With the storage "nf4", these layers are also quantized when they are built (:mod:`model.network.quantized`).
+With the storage "nf4", these layers are also quantized when they are built (:mod:`vlmdata.model.network.quantized`).
 
 Providers make linear layers with :func:`wrappable`, grouped layers of experts with :func:`wrappable_group` and sets of
 experts with :func:`wrappable_experts`. :func:`wrap` and :func:`wrap_experts` then give some of them a wrapper: a
@@ -25,10 +25,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from model.network.awaited import await_weight
-from model.network.grouped import ExpertRows, grouped_product, may_pass_rows, pass_rows, weights_in_line
-from model.network.quantized import quantizing
-from model.network.settings import Storage
+from vlmdata.model.network.awaited import await_weight
+from vlmdata.model.network.grouped import ExpertRows, grouped_product, may_pass_rows, pass_rows, weights_in_line
+from vlmdata.model.network.quantized import quantizing
+from vlmdata.model.network.settings import Storage
 
 #: Name of the submodule of a wrapped layer, or of wrapped experts.
 WRAPPER = "wrapper"

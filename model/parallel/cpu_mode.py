@@ -74,8 +74,8 @@ def cpu_mode_if_needed() -> contextlib.AbstractContextManager[None]:
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     """Disables compilation of the small functions that megatron-core marks; on a CPU it costs more than it gains.
 
-    After :func:`model.parallel.environment.before_megatron` no functions are marked. Disabling would then import
-    torch's compiler for nothing, which takes seconds.
+    After :func:`vlmdata.model.parallel.environment.before_megatron` no functions are marked. Disabling would then
+    import torch's compiler for nothing, which takes seconds.
     """
     jit = sys.modules.get("megatron.core.jit")
     return torch.compiler.set_stance("force_eager") if jit is None or jit.jit_fuser is torch.compile else _NOTHING

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model.parallel.item_blocks import ItemBlocks, rows_of
-from model.parallel.packed import IntArray, to_device
 from vlmdata.batch import PackedBatch, PackItems
+from vlmdata.model.parallel.item_blocks import ItemBlocks, rows_of
+from vlmdata.model.parallel.packed import IntArray, to_device
 from vlmdata.packing.item_runs import ItemRuns, pack_runs
 
 

@@ -15,8 +15,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from model.kernels.flash_cache import flash_attention_4_is_installed, keep_compiled
 from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.model.kernels.flash_cache import flash_attention_4_is_installed, keep_compiled
 
 
 def before_megatron(launch_order: bool = True, compiled: bool = True, open_cuda: bool = False) -> None:
@@ -45,7 +45,7 @@ def before_megatron(launch_order: bool = True, compiled: bool = True, open_cuda:
     for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed.checkpoint"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # In CPU mode, megatron-core's calls to torch pass through it, so warnings name its module.
-    for module in ("megatron", "transformer_engine", "torch.distributed.checkpoint", "model.parallel.cpu_mode"):
+    for module in ("megatron", "transformer_engine", "torch.distributed.checkpoint", "vlmdata.model.parallel.cpu_mode"):
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     import torch
@@ -95,7 +95,7 @@ def require_one_cudnn() -> None:
     except RuntimeError as error:
         raise ResourceError(
             "two versions of cuDNN are mixed in this process, which gives wrong gradients. Call "
-            "model.parallel.environment.before_megatron() before importing megatron or transformer_engine, or put "
+            "vlmdata.model.parallel.environment.before_megatron() before importing megatron or transformer_engine, or put "
             f"{_cudnn_folder()} first in LD_LIBRARY_PATH. PyTorch says: {error}"
         ) from error
 

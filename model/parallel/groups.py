@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.parallel.layout import require_layout
+from vlmdata.model.parallel.layout import require_layout
 
 
 def initialize(
@@ -29,9 +29,9 @@ def initialize(
     """Joins torchrun's process group or forms one alone, creates megatron-core's groups and sets the seeds.
 
     ``expert`` must divide data x context x tensor. ``vision`` ranks hold the vision tower and nothing else
-    (:mod:`model.parallel.separation`), with a tensor-parallel size of their own; the other sizes are those of the other
-    ranks. It is 0 if all ranks share one layout. The default ``backend`` is nccl with CUDA, else gloo. A collective
-    waits ``timeout_minutes`` for a missing rank before the job fails.
+    (:mod:`vlmdata.model.parallel.separation`), with a tensor-parallel size of their own; the other sizes are those of
+    the other ranks. It is 0 if all ranks share one layout. The default ``backend`` is nccl with CUDA, else gloo. A
+    collective waits ``timeout_minutes`` for a missing rank before the job fails.
 
     Raises:
         ValueError: If the number of processes is not a multiple of the layout's, or ``MASTER_PORT`` is in use.
@@ -40,12 +40,12 @@ def initialize(
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("the parallel groups already exist: call model.parallel.groups.destroy first")
+        raise RuntimeError("the parallel groups already exist: call vlmdata.model.parallel.groups.destroy first")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     layout = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
     require_layout(world, **layout, vision=vision, vision_tensor=vision_tensor)
     if torch.cuda.is_available():
-        from model.parallel.environment import require_one_cudnn
+        from vlmdata.model.parallel.environment import require_one_cudnn
 
         require_one_cudnn()
     if not dist.is_initialized():
@@ -58,7 +58,7 @@ def initialize(
     }
     minutes = max(1, round(timeout_minutes))
     if vision:
-        from model.parallel.separation import initialize_sides
+        from vlmdata.model.parallel.separation import initialize_sides
 
         initialize_sides(vision, vision_tensor, sizes, minutes)
     else:
@@ -81,7 +81,7 @@ def seed_all(seed: int) -> None:
     import numpy as np
     from megatron.core import parallel_state, tensor_parallel
 
-    from model.parallel.separation import separation
+    from vlmdata.model.parallel.separation import separation
 
     sides = separation()
     of_tower = sides is not None and sides.holds_tower
@@ -98,7 +98,7 @@ def destroy() -> None:
     """Leaves all groups; safe to call twice."""
     from megatron.core import parallel_state
 
-    from model.parallel.separation import forget_separation
+    from vlmdata.model.parallel.separation import forget_separation
 
     forget_separation()
     parallel_state.destroy_model_parallel()

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from model.parallel.packed import IntArray
 from vlmdata.batch import PackedBatch, PackItems
 from vlmdata.families.chat import VIDEO
+from vlmdata.model.parallel.packed import IntArray
 from vlmdata.packing.item_runs import ItemRuns
 
 

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.parallel.embedding_rows import ItemEmbeddings
-from model.parallel.exchange import all_gather_rows
-from model.parallel.item_blocks import ItemBlocks
-from model.parallel.packed import to_device
-from model.parallel.separation import Separation
-from model.parallel.vision_rows import MicroBatchRows, Transfer, even_parts
-from model.parallel.waiting import Waiting
+from vlmdata.model.parallel.embedding_rows import ItemEmbeddings
+from vlmdata.model.parallel.exchange import all_gather_rows
+from vlmdata.model.parallel.item_blocks import ItemBlocks
+from vlmdata.model.parallel.packed import to_device
+from vlmdata.model.parallel.separation import Separation
+from vlmdata.model.parallel.vision_rows import MicroBatchRows, Transfer, even_parts
+from vlmdata.model.parallel.waiting import Waiting
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> 
     """Shards a model's parameters in place, one unit after another. Returns all, in the order of ``named_parameters``.
 
     Trained parameters become float32 and are computed with in ``compute``. Gradients are summed in float32. The model,
-    a :class:`model.network.vision_language.VisionLanguageModel`, is equal on all replicas.
+    a :class:`vlmdata.model.network.vision_language.VisionLanguageModel`, is equal on all replicas.
     """
     marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,8 +1,8 @@
 """Estimates what GPUs of its own for the vision tower change: work, idle time and speed, from the cost model.
 
-Steps of the plan are simulated pass by pass (:mod:`model.parallel.step_schedule`). The estimate counts arithmetic and
-nothing else: messages take no time, pipeline stages share the layers evenly, and memory is not considered. Images of
-one sample are encoded by one rank, where the trainer may spread them.
+Steps of the plan are simulated pass by pass (:mod:`vlmdata.model.parallel.step_schedule`). The estimate counts
+arithmetic and nothing else: messages take no time, pipeline stages share the layers evenly, and memory is not
+considered. Images of one sample are encoded by one rank, where the trainer may spread them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from model.parallel.step_schedule import FloatArray, step_time
 from vlmdata.errors import UsageError
+from vlmdata.model.parallel.step_schedule import FloatArray, step_time
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.item_runs import assigned
 from vlmdata.packing.plan.epoch import EpochPlan

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.parallel.embedding_rows import rows_wanted
-from model.parallel.item_blocks import ItemBlocks, rows_of_tokens
-from model.parallel.packed import IntArray, PackIndex
-from model.parallel.separation import Separation
 from vlmdata.loader.request.pack_request import PackImages
+from vlmdata.model.parallel.embedding_rows import rows_wanted
+from vlmdata.model.parallel.item_blocks import ItemBlocks, rows_of_tokens
+from vlmdata.model.parallel.packed import IntArray, PackIndex
+from vlmdata.model.parallel.separation import Separation
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model.architecture import Architecture
-from model.families import adopts_vocabulary, architecture_from_hf, spec_of
-from model.lora.attach import Plan, attach, fill, plan_of
-from model.lora.peft_files import read_adapter
-from model.network.grouped import layers_out_of_line
-from model.network.quantized import held_by, is_quantized
-from model.network.settings import ModelSettings, SettingError
-from model.network.vision_attention import FlashAttention
-from model.training.data import RankPlace, manifest_of
-from model.training.settings.config import ConfigError, TrainConfig
-from model.training.settings.early_checks import preset_of, require_data_family
-from model.training.settings.model_settings import in_the_runs_words, precision_of, settings_of
-from model.weights.convert import read_architecture
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import adopts_vocabulary, architecture_from_hf, spec_of
+from vlmdata.model.lora.attach import Plan, attach, fill, plan_of
+from vlmdata.model.lora.peft_files import read_adapter
+from vlmdata.model.network.grouped import layers_out_of_line
+from vlmdata.model.network.quantized import held_by, is_quantized
+from vlmdata.model.network.settings import ModelSettings, SettingError
+from vlmdata.model.network.vision_attention import FlashAttention
+from vlmdata.model.training.data import RankPlace, manifest_of
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig
+from vlmdata.model.training.settings.early_checks import preset_of, require_data_family
+from vlmdata.model.training.settings.model_settings import in_the_runs_words, precision_of, settings_of
+from vlmdata.model.weights.convert import read_architecture
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def build(config: TrainConfig, architecture: Architecture, place: RankPlace, dev
     try:
         settings = settings_of(config, architecture, device.type == "cuda")
         if place.vision_rank is not None:
-            from model.network.vision_model import build_vision_model
+            from vlmdata.model.network.vision_model import build_vision_model
 
             spec_of(architecture).check(settings, architecture)
             model: MegatronModule = build_vision_model(architecture, settings)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from model.training.data import RankPlace
-from model.training.processes.agreement import gathered, together
 from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.processes.agreement import gathered, together
 
 type SampleId = tuple[int, int]
 

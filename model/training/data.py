@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from model.architecture import Architecture
-from model.families import spec_of
-from model.training.settings.config import ConfigError, DataConfig, TrainConfig
-from model.training.settings.early_checks import require_data_family, require_data_named
 from vlmdata import Blend, LoaderConfig, PackedBatch, StreamingLoader
 from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest
 from vlmdata.loader.data import open_data
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import spec_of
+from vlmdata.model.training.settings.config import ConfigError, DataConfig, TrainConfig
+from vlmdata.model.training.settings.early_checks import require_data_family, require_data_named
 from vlmdata.wording import counted
 
 
@@ -57,7 +57,7 @@ class RankPlace:
         """Returns the place of this process. The process groups must exist."""
         from megatron.core import parallel_state as groups
 
-        from model.parallel.separation import separation
+        from vlmdata.model.parallel.separation import separation
 
         sides = separation()
         of_all = {

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from model.architecture import Architecture
-from model.training.checkpoints.learner_state import gather_weights
-from model.training.data import RankPlace, open_loader
-from model.training.optimizer.learner import Learner, unwrapped
-from model.training.settings.config import ConfigError, TrainConfig
-from model.training.step import run_passes
-from model.training.vision_side import VisionSide
 from vlmdata import StreamingLoader
 from vlmdata.loader.data import require_one_tokenizer
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.training.checkpoints.learner_state import gather_weights
+from vlmdata.model.training.data import RankPlace, open_loader
+from vlmdata.model.training.optimizer.learner import Learner, unwrapped
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig
+from vlmdata.model.training.step import run_passes
+from vlmdata.model.training.vision_side import VisionSide
 from vlmdata.wording import counted
 
 #: Largest number of loader processes per rank for evaluation data. They exist for one evaluation.

@@ -6,13 +6,13 @@ import json
 import os
 from pathlib import Path
 
-from model.architecture import Architecture
-from model.families import architecture_from_hf, preset, spec_of
-from model.kernels.ahead import KernelsAhead, can_compile_ahead
-from model.kernels.shapes import Kernels, TowerKernels
-from model.network.settings import vocabulary_rows
-from model.training.settings.config import TrainConfig
-from model.training.settings.model_settings import settings_of
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import architecture_from_hf, preset, spec_of
+from vlmdata.model.kernels.ahead import KernelsAhead, can_compile_ahead
+from vlmdata.model.kernels.shapes import Kernels, TowerKernels
+from vlmdata.model.network.settings import vocabulary_rows
+from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.model.training.settings.model_settings import settings_of
 
 
 def compile_ahead(config: TrainConfig) -> KernelsAhead | None:

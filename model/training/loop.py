@@ -15,37 +15,37 @@ from pathlib import Path
 
 import torch
 
-from model.architecture import Architecture
-from model.families import spec_of
-from model.flops import peak_flops
-from model.kernels.ahead import KernelsAhead
-from model.lora.attach import Plan
-from model.lora.flops import with_adapters
-from model.training.build import adapt, architecture_of, build, computed_by, frozen_storage, parameter_dtype
-from model.training.checkpoints.best import Best
-from model.training.checkpoints.checkpoint import Checkpoints, megabytes
-from model.training.checkpoints.folder import newest_in
-from model.training.checkpoints.starting_point import find_start, load_start
-from model.training.damage import name_damage_once, settle_damage
-from model.training.data import RankPlace, endless, open_loader
-from model.training.evaluation import Evaluator, also_trained_on, open_evaluation_sets
-from model.training.optimizer.learner import Learner, build_learner, freeze
-from model.training.processes.agreement import by_leaders, decided, gathered, raise_together, together
-from model.training.processes.failure import ending, say
-from model.training.processes.garbage import only_new_objects_collected
-from model.training.processes.interruption import Interruption
-from model.training.reports.logs import RunLog, StepReport
-from model.training.reports.not_finite import not_finite_error
-from model.training.reports.profiling import Profiler
-from model.training.reports.step_notes import DataWait, MemoryNote, decoded_codecs
-from model.training.settings.config import TrainConfig
-from model.training.settings.model_settings import settings_of
-from model.training.step import LaunchedStep, Stepper, StepResult
-from model.training.vision_side import VisionSide, vision_side
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.integrations.images import image_notes
 from vlmdata.integrations.videos import video_notes
 from vlmdata.loader.run_record import RunRecord
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import spec_of
+from vlmdata.model.flops import peak_flops
+from vlmdata.model.kernels.ahead import KernelsAhead
+from vlmdata.model.lora.attach import Plan
+from vlmdata.model.lora.flops import with_adapters
+from vlmdata.model.training.build import adapt, architecture_of, build, computed_by, frozen_storage, parameter_dtype
+from vlmdata.model.training.checkpoints.best import Best
+from vlmdata.model.training.checkpoints.checkpoint import Checkpoints, megabytes
+from vlmdata.model.training.checkpoints.folder import newest_in
+from vlmdata.model.training.checkpoints.starting_point import find_start, load_start
+from vlmdata.model.training.damage import name_damage_once, settle_damage
+from vlmdata.model.training.data import RankPlace, endless, open_loader
+from vlmdata.model.training.evaluation import Evaluator, also_trained_on, open_evaluation_sets
+from vlmdata.model.training.optimizer.learner import Learner, build_learner, freeze
+from vlmdata.model.training.processes.agreement import by_leaders, decided, gathered, raise_together, together
+from vlmdata.model.training.processes.failure import ending, say
+from vlmdata.model.training.processes.garbage import only_new_objects_collected
+from vlmdata.model.training.processes.interruption import Interruption
+from vlmdata.model.training.reports.logs import RunLog, StepReport
+from vlmdata.model.training.reports.not_finite import not_finite_error
+from vlmdata.model.training.reports.profiling import Profiler
+from vlmdata.model.training.reports.step_notes import DataWait, MemoryNote, decoded_codecs
+from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.model.training.settings.model_settings import settings_of
+from vlmdata.model.training.step import LaunchedStep, Stepper, StepResult
+from vlmdata.model.training.vision_side import VisionSide, vision_side
 from vlmdata.wording import counted, duration
 
 
@@ -90,7 +90,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
         for each in sets.values():
             stack.enter_context(each)
         # Processes that write in the background do not have moments in host memory
-        # (model.training.optimizer.compact_adam).
+        # (vlmdata.model.training.optimizer.compact_adam).
         suits = device.type == "cuda" and not config.optimizer.offload
         asynchronous = suits if config.run.async_save is None else config.run.async_save
         checkpoints = Checkpoints(config, architecture, place, asynchronous)

@@ -2,8 +2,8 @@
 
 The loss is sum(weight x loss) / sum(weight) over all targets of the step, in all micro-batches and data- and
 context-parallel ranks. Each micro-batch yields its sum, megatron-core adds the gradients, and they are divided once by
-the sum of all weights (:class:`model.training.optimizer.sums_optimizer.SumsOptimizer`). Targets weigh 1 unless the
-data differs.
+the sum of all weights (:class:`vlmdata.model.training.optimizer.sums_optimizer.SumsOptimizer`). Targets weigh 1 unless
+the data differs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from model.flops import StepFlops
-from model.metrics import named_means
-from model.network.quantized import device_of
-from model.parallel.packed import to_device
-from model.parallel.waiting import DeviceMoment, DeviceValues
-from model.training.data import RankPlace
-from model.training.optimizer.learner import Learner, unwrapped, weight_of_all_ranks
-from model.training.processes.garbage import collect_after_micro_batch, collect_after_step
-from model.training.vision_side import StepImages, VisionSide
 from vlmdata import PackedBatch
+from vlmdata.model.flops import StepFlops
+from vlmdata.model.metrics import named_means
+from vlmdata.model.network.quantized import device_of
+from vlmdata.model.parallel.packed import to_device
+from vlmdata.model.parallel.waiting import DeviceMoment, DeviceValues
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.optimizer.learner import Learner, unwrapped, weight_of_all_ranks
+from vlmdata.model.training.processes.garbage import collect_after_micro_batch, collect_after_step
+from vlmdata.model.training.vision_side import StepImages, VisionSide
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepResult:
         images: Number of images.
         videos: Number of videos.
         patches: Number of vision patches.
-        flops: Model FLOP, forward and backward (:mod:`model.flops`).
+        flops: Model FLOP, forward and backward (:mod:`vlmdata.model.flops`).
         seconds: From the begin of the step, or the end of the previous step if that is later, to the end of the step.
         data_wait: Longest wait of a rank for its batches, in seconds, while its device had no other step to work on.
         memory: Peak bytes of device memory since the start, the maximum over ranks; 0 on a CPU.

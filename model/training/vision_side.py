@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.architecture import Architecture
-from model.network.patch_geometry import Grid
-from model.parallel.packed import IntArray
-from model.parallel.row_exchange import RowFormat, RowReceiver, RowSender
-from model.parallel.separation import Separation, separation
-from model.parallel.vision_rows import MicroBatchRows
-from model.training.checkpoints.run_state import predicts
-from model.training.optimizer.learner import Learner, unwrapped
-from model.training.processes.agreement import gathered, together
-from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.loader.request.pack_request import PackImages
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.network.patch_geometry import Grid
+from vlmdata.model.parallel.packed import IntArray
+from vlmdata.model.parallel.row_exchange import RowFormat, RowReceiver, RowSender
+from vlmdata.model.parallel.separation import Separation, separation
+from vlmdata.model.parallel.vision_rows import MicroBatchRows
+from vlmdata.model.training.checkpoints.run_state import predicts
+from vlmdata.model.training.optimizer.learner import Learner, unwrapped
+from vlmdata.model.training.processes.agreement import gathered, together
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig
 
 type StepImages = Sequence[Sequence[PackImages]]
 

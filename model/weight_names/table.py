@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.network import quantized
-from model.network.quantized import is_quantized
-from model.network.wrapping import is_of_wrapper
+from vlmdata.model.network import quantized
+from vlmdata.model.network.quantized import is_quantized
+from vlmdata.model.network.wrapping import is_of_wrapper
 
 Shape = tuple[int, ...]
 
@@ -117,9 +117,9 @@ def load_from_hf(
 
 
 def assign(parameter: Any, value: Tensor) -> None:
-    """Copies a whole value to a parameter; of a fully sharded one (:mod:`model.parallel.sharding`), its rows.
+    """Copies a whole value to a parameter; of a fully sharded one (:mod:`vlmdata.model.parallel.sharding`), its rows.
 
-    A quantized parameter (:mod:`model.network.quantized`) stores its codes.
+    A quantized parameter (:mod:`vlmdata.model.network.quantized`) stores its codes.
     """
     if is_quantized(parameter):
         quantized.assign(parameter, value)

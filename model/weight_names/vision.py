@@ -10,8 +10,8 @@ from functools import partial
 
 from torch import Tensor
 
-from model.architecture import VisionArchitecture
-from model.weight_names.table import ParameterMap, SourceTensor, only, same
+from vlmdata.model.architecture import VisionArchitecture
+from vlmdata.model.weight_names.table import ParameterMap, SourceTensor, only, same
 
 #: Name prefix of the tower's tensors.
 VISUAL = "model.visual."

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.families import spec_of
-from model.lora.adapters import Factors, LinearAdapter
-from model.lora.attach import Plan, adapters_of, attach, plan_of
-from model.lora.digest import counts, formatted, share
-from model.lora.options import LoraOptions
-from model.lora.peft_files import write_adapter
-from model.lora.sites import sites_of
-from model.network.settings import vocabulary_rows
-from model.weight_names.table import ParameterMap
-from model.weights.convert import (
+from vlmdata.model.families import spec_of
+from vlmdata.model.lora.adapters import Factors, LinearAdapter
+from vlmdata.model.lora.attach import Plan, adapters_of, attach, plan_of
+from vlmdata.model.lora.digest import counts, formatted, share
+from vlmdata.model.lora.options import LoraOptions
+from vlmdata.model.lora.peft_files import write_adapter
+from vlmdata.model.lora.sites import sites_of
+from vlmdata.model.network.settings import vocabulary_rows
+from vlmdata.model.weight_names.table import ParameterMap
+from vlmdata.model.weights.convert import (
     Converted,
     Progress,
     files_without_checksum,
@@ -34,11 +34,11 @@ from model.weights.convert import (
     read_architecture,
     read_piece,
 )
-from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
-from model.weights.hf_folder import CONFIG, config_for, read_json, with_dtypes
-from model.weights.hf_load import holds_prediction, table_of
-from model.weights.hf_processor import choose_dataset, complete
-from model.weights.output import reading_from, writing_to
+from vlmdata.model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
+from vlmdata.model.weights.hf_folder import CONFIG, config_for, read_json, with_dtypes
+from vlmdata.model.weights.hf_load import holds_prediction, table_of
+from vlmdata.model.weights.hf_processor import choose_dataset, complete
+from vlmdata.model.weights.output import reading_from, writing_to
 
 
 def adapted_in(source: Path) -> LoraOptions | None:
@@ -94,7 +94,7 @@ def merge(
     """Writes a Hugging Face folder like ``base`` with the adapters of a run's checkpoint merged into its weights.
 
     Sums are computed in float32. The other arguments, and what is written beside the weights, are those of
-    :func:`model.weights.convert.to_hf` with ``like``.
+    :func:`vlmdata.model.weights.convert.to_hf` with ``like``.
 
     Raises:
         WeightsError: If the checkpoint is damaged, ``base`` is of another architecture, or the run quantized it.

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from model.weights.places import TEMPORARY, newest_checkpoint_in
 from vlmdata.errors import UsageError, VlmdataError
+from vlmdata.model.weights.places import TEMPORARY, newest_checkpoint_in
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -79,12 +79,12 @@ def convert(
         typer.echo(f"converting {newest}, the newest checkpoint in {source}", err=True)
         source = newest
     to_megatron = _direction(source, out, like, data, dtype)
-    from model.parallel.environment import before_megatron
+    from vlmdata.model.parallel.environment import before_megatron
 
     before_megatron()
-    from model.parallel import cpu_mode, groups
-    from model.weights import adapter
-    from model.weights import convert as conversion
+    from vlmdata.model.parallel import cpu_mode, groups
+    from vlmdata.model.weights import adapter
+    from vlmdata.model.weights import convert as conversion
 
     adapted = adapter.adapted_in(source) is not None
     if merge and not adapted:

@@ -1,7 +1,8 @@
 """Converts weights between Hugging Face files and megatron-core's distributed checkpoint, one tensor at a time.
 
 A distributed checkpoint does not depend on the layout that wrote it. The model is built on the ``meta`` device to find
-megatron-core's keys, shapes and shards. Values move through the family's name table (:mod:`model.weight_names.table`).
+megatron-core's keys, shapes and shards. Values move through the family's name table
+(:mod:`vlmdata.model.weight_names.table`).
 """
 
 from __future__ import annotations
@@ -27,18 +28,25 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 
-from model.architecture import Architecture
-from model.families import architecture_to_hf, spec_of
-from model.network.settings import ModelSettings, vocabulary_rows
-from model.weight_names.table import ParameterMap, canonical_names, hf_names
-from model.weight_names.vision import VISUAL
-from model.weights.checksums import require_sound, write_checksums
-from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, require_none, write_tensors
-from model.weights.hf_folder import CONFIG, architecture_in, config_for, read_json, with_dtypes
-from model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
-from model.weights.hf_processor import choose_dataset, complete
-from model.weights.output import reading_from, writing_to
-from model.weights.store import StreamingSave
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import architecture_to_hf, spec_of
+from vlmdata.model.network.settings import ModelSettings, vocabulary_rows
+from vlmdata.model.weight_names.table import ParameterMap, canonical_names, hf_names
+from vlmdata.model.weight_names.vision import VISUAL
+from vlmdata.model.weights.checksums import require_sound, write_checksums
+from vlmdata.model.weights.hf_files import (
+    HfTensors,
+    PlannedTensor,
+    WeightsError,
+    differences,
+    require_none,
+    write_tensors,
+)
+from vlmdata.model.weights.hf_folder import CONFIG, architecture_in, config_for, read_json, with_dtypes
+from vlmdata.model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
+from vlmdata.model.weights.hf_processor import choose_dataset, complete
+from vlmdata.model.weights.output import reading_from, writing_to
+from vlmdata.model.weights.store import StreamingSave
 
 Progress = Callable[[int], None]
 
@@ -60,9 +68,9 @@ def to_megatron(
 ) -> Converted:
     """Writes a distributed checkpoint from a Hugging Face folder.
 
-    Needs process groups of one process (:func:`model.parallel.groups.initialize`), and CPU mode without CUDA. ``out``
-    must be empty or absent. Fields of ``config.json`` to ignore are not written. ``progress`` gets numbers of bytes
-    written.
+    Needs process groups of one process (:func:`vlmdata.model.parallel.groups.initialize`), and CPU mode without CUDA.
+    ``out`` must be empty or absent. Fields of ``config.json`` to ignore are not written. ``progress`` gets numbers of
+    bytes written.
 
     Raises:
         WeightsError: If tensors are missing, unexpected or of the wrong shape; lists all of them.

@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.architecture import Architecture
-from model.families import architecture_from_hf, architecture_to_hf
-from model.weight_names.vision import VISUAL
-from model.weights.hf_files import PlannedTensor, WeightsError
 from vlmdata.differences import differing
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import architecture_from_hf, architecture_to_hf
+from vlmdata.model.weight_names.vision import VISUAL
+from vlmdata.model.weights.hf_files import PlannedTensor, WeightsError
 
 #: The architecture, as a Hugging Face config.
 CONFIG = "config.json"

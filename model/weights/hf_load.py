@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import nn
 
-from model.architecture import Architecture
-from model.families import spec_of
-from model.network.settings import vocabulary_rows
-from model.weight_names.table import ParameterMap, hf_names, load_from_hf
-from model.weights.hf_files import HfTensors, WeightsError, differences, require_none
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import spec_of
+from vlmdata.model.network.settings import vocabulary_rows
+from vlmdata.model.weight_names.table import ParameterMap, hf_names, load_from_hf
+from vlmdata.model.weights.hf_files import HfTensors, WeightsError, differences, require_none
 
 #: Tensors that some tools write and no model needs.
 _IGNORED = ("rotary_emb.inv_freq",)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.architecture import Architecture
-from model.families import spec_of
-from model.families.processors import ProcessorFiles
-from model.weights.hf_files import WeightsError
-from model.weights.hf_folder import copy_small_files
 from vlmdata.errors import VlmdataError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_findings
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import spec_of
+from vlmdata.model.families.processors import ProcessorFiles
+from vlmdata.model.weights.hf_files import WeightsError
+from vlmdata.model.weights.hf_folder import copy_small_files
 from vlmdata.storage.download import download
 from vlmdata.storage.versions import place_of_version
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from model.weights.hf_files import WeightsError
-from model.weights.places import temporary_of
 from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.model.weights.hf_files import WeightsError
+from vlmdata.model.weights.places import temporary_of
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.chat.render import Rendered, Renderer
-from preprocess.chat.targets import Tokens, Turn
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.conversation import Conversation, ImagePart, MediaPart, Message, TextPart, VideoPart
-from preprocess.reject import RowRejected, excerpt
 from vlmdata.families import Family
 from vlmdata.families.chat import IMAGE, VIDEO
+from vlmdata.preprocess.chat.render import Rendered, Renderer
+from vlmdata.preprocess.chat.targets import Tokens, Turn
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.conversation import Conversation, ImagePart, MediaPart, Message, TextPart, VideoPart
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

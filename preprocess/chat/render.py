@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from preprocess.chat.template_arguments import require_arguments
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import SpecialText, VideoLayout
-from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, TextPart, VideoPart
-from preprocess.reject import RowRejected, excerpt
 from vlmdata.families.chat import IMAGE, VIDEO
+from vlmdata.preprocess.chat.template_arguments import require_arguments
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.config import SpecialText, VideoLayout
+from vlmdata.preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, TextPart, VideoPart
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.chat.render import Rendered
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import TrainThink
-from preprocess.reject import RowRejected, excerpt
 from vlmdata.families.chat import ChatFormat
+from vlmdata.preprocess.chat.render import Rendered
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.config import TrainThink
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from preprocess import json_text
-from preprocess.reject import excerpt
+from vlmdata.preprocess import json_text
+from vlmdata.preprocess.reject import excerpt
 
 #: What transformers gives every template, besides the messages.
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})

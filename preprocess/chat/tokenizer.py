@@ -15,9 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from preprocess.assets import EMBEDDED_TOKENIZER
-from preprocess.config import EMBEDDED
-from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
 from vlmdata.families import DEFAULT_FAMILY, REGISTRY, Family, family
 from vlmdata.families.chat import IMAGE, VIDEO
@@ -31,6 +28,9 @@ from vlmdata.format.tokenizer_info import (
     special_ids,
     special_texts,
 )
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.config import EMBEDDED
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from preprocess.config import PreprocessConfig, data_option, run_option
-from preprocess.registries import ENGINES
-from preprocess.run.limits import parse_limits
 from vlmdata.options import OptionHelp
+from vlmdata.preprocess.config import PreprocessConfig, data_option, run_option
+from vlmdata.preprocess.registries import ENGINES
+from vlmdata.preprocess.run.limits import parse_limits
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import glob
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from preprocess.config import EMBEDDED, Overlong, PreprocessConfig
-from preprocess.conversation import Conversation, Document
-from preprocess.own_options import constructor_takes, make_options
-from preprocess.recipes.base import PARTS
-from preprocess.registries import RECIPES
-from preprocess.sources.open import DEMO
 from vlmdata.errors import SourceError
 from vlmdata.locations import is_url
+from vlmdata.preprocess.config import EMBEDDED, Overlong, PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, Document
+from vlmdata.preprocess.own_options import constructor_takes, make_options
+from vlmdata.preprocess.recipes.base import PARTS
+from vlmdata.preprocess.registries import RECIPES
+from vlmdata.preprocess.sources.open import DEMO
 from vlmdata.wording import either
 
 _TURN_OPTIONS = frozenset({"train_turns", "train_think", "chat_template_kwargs"})

@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from preprocess.run.finish import Missing
+    from vlmdata.preprocess.run.finish import Missing
 
 #: Largest number of missing shards listed per part; ``--json`` lists all.
 _SHOWN = 8
@@ -41,11 +41,11 @@ def finish(
     import json
     import time
 
-    from preprocess.cli.locations import output_store
-    from preprocess.cli.report import report_of, show
-    from preprocess.cli.run_command import quiet_libraries
-    from preprocess.run.finish import Missing, finish_dataset
     from vlmdata.cli.console import messages, results
+    from vlmdata.preprocess.cli.locations import output_store
+    from vlmdata.preprocess.cli.report import report_of, show
+    from vlmdata.preprocess.cli.run_command import quiet_libraries
+    from vlmdata.preprocess.run.finish import Missing, finish_dataset
 
     if not 0 <= max_reject_rate <= 1:
         raise typer.BadParameter(f"max_reject_rate is {max_reject_rate}; it must be between 0 and 1")
@@ -67,7 +67,7 @@ def finish(
 
 
 def _as_json(missing: Missing) -> dict[str, object]:
-    from preprocess.run.claim import job_array
+    from vlmdata.preprocess.run.claim import job_array
 
     return {
         "finished": False,
@@ -80,7 +80,7 @@ def _as_json(missing: Missing) -> dict[str, object]:
 
 
 def _print_missing(out: Console, directory: str, missing: Missing) -> None:
-    from preprocess.run.claim import job_array
+    from vlmdata.preprocess.run.claim import job_array
     from vlmdata.wording import counted
 
     lines = [f"{directory}: {len(missing.shards):,} of {counted(len(missing.plan.jobs), 'shard')} missing"]

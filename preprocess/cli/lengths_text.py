@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from preprocess.run.lengths import LengthReport
+from vlmdata.preprocess.run.lengths import LengthReport
 from vlmdata.wording import counted
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from preprocess.cli.command import PreprocessCommand
-from preprocess.config import PreprocessConfig
 from vlmdata.cli.declared_options import with_declared_options
 from vlmdata.options import filled
+from vlmdata.preprocess.cli.command import PreprocessCommand
+from vlmdata.preprocess.config import PreprocessConfig
 
 
 @with_declared_options(PreprocessCommand)
@@ -55,10 +55,10 @@ def preprocess(
     **Exit codes**: 0 done; 1 done, but too many rows, all rows or the traced row rejected; 2 invalid
     options, source or configuration; 3 out of space or workers; 130 interrupted.
     """
-    from preprocess.chat.template_arguments import parse_arguments
-    from preprocess.cli.run_command import run_command
-    from preprocess.own_options import describe_options
-    from preprocess.registries import ENGINES, RECIPES
+    from vlmdata.preprocess.chat.template_arguments import parse_arguments
+    from vlmdata.preprocess.cli.run_command import run_command
+    from vlmdata.preprocess.own_options import describe_options
+    from vlmdata.preprocess.registries import ENGINES, RECIPES
 
     if moved:
         raise typer.BadParameter(

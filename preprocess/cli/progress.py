@@ -13,10 +13,10 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from preprocess.config import PreprocessConfig
-from preprocess.run.claim import Part
-from preprocess.shards.counters import Counters, Counts, counts_of
-from preprocess.shards.job import ShardRecord
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.run.claim import Part
+from vlmdata.preprocess.shards.counters import Counters, Counts, counts_of
+from vlmdata.preprocess.shards.job import ShardRecord
 from vlmdata.wording import counted, duration
 
 _BAR_INTERVAL = 0.2  # in seconds, like the others

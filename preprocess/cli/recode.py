@@ -15,8 +15,8 @@ from vlmdata.media.codecs import REGISTRY, VIDEO, codec
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from preprocess.recode.run import RecodeResult
     from vlmdata.format.manifest import Totals
+    from vlmdata.preprocess.recode.run import RecodeResult
 
 _CODECS = ", ".join(f"`{name}`" for name in REGISTRY if not codec(name).needs_file)
 
@@ -56,10 +56,10 @@ def recode(
     **Exit codes**: 0 done; 2 invalid options, no dataset, or a damaged one; 3 out of space or workers; 130
     interrupted.
     """
-    from preprocess.cli.locations import output_store
-    from preprocess.recode.run import recode_dataset
     from vlmdata.cli.console import counting_bar, messages, results
     from vlmdata.machine import available_cores
+    from vlmdata.preprocess.cli.locations import output_store
+    from vlmdata.preprocess.recode.run import recode_dataset
 
     if workers is not None and workers < 1:
         raise typer.BadParameter(f"workers is {workers}; it must be at least 1")

@@ -14,9 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from preprocess.config import EMBEDDED, Overlong, TrainTurns
-from preprocess.run.dataset import PartResult, RunResult
-from preprocess.run.row_table import read_row_table
 from vlmdata.cli.console import results
 from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import (
@@ -38,6 +35,9 @@ from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.terminal.draw import histogram_table
 from vlmdata.inspect.text import one_line
 from vlmdata.media.codecs import VIDEO, codecs_of
+from vlmdata.preprocess.config import EMBEDDED, Overlong, TrainTurns
+from vlmdata.preprocess.run.dataset import PartResult, RunResult
+from vlmdata.preprocess.run.row_table import read_row_table
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 from vlmdata.wording import counted, duration

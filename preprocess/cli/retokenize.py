@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from preprocess.config import Overlong, SpecialText, TrainThink, TrainTurns
+from vlmdata.preprocess.config import Overlong, SpecialText, TrainThink, TrainTurns
 
 if TYPE_CHECKING:
-    from preprocess.config import PreprocessConfig
-    from preprocess.sources.rows import Source
+    from vlmdata.preprocess.config import PreprocessConfig
+    from vlmdata.preprocess.sources.rows import Source
 
 _SAME = "Default: as the dataset has it."
 _TEXT, _DATA, _RUN = "Text and targets", "Data", "Run"
@@ -96,15 +96,15 @@ def retokenize(
     import json
     import time
 
-    from preprocess.cli.locations import output_store
-    from preprocess.cli.progress import ProgressDisplay
-    from preprocess.cli.report import report_of, show
-    from preprocess.cli.run_command import quiet_libraries
-    from preprocess.recode.run import OldDataset
-    from preprocess.retokenize.run import old_config, retokenize_dataset
-    from preprocess.run.dataset import Watcher
     from vlmdata.cli.console import messages
     from vlmdata.machine import available_cores
+    from vlmdata.preprocess.cli.locations import output_store
+    from vlmdata.preprocess.cli.progress import ProgressDisplay
+    from vlmdata.preprocess.cli.report import report_of, show
+    from vlmdata.preprocess.cli.run_command import quiet_libraries
+    from vlmdata.preprocess.recode.run import OldDataset
+    from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
+    from vlmdata.preprocess.run.dataset import Watcher
 
     if workers is not None and workers < 1:
         raise typer.BadParameter(f"workers is {workers}; it must be at least 1")
@@ -161,8 +161,8 @@ def _with(
     before: PreprocessConfig, texts: dict[str, Any], recipe_options: list[str], image_root: str | None
 ) -> PreprocessConfig:
     """Returns the options of the dataset with those that the user gave instead."""
-    from preprocess.chat.template_arguments import parse_arguments
-    from preprocess.cli.preprocess import by_name
+    from vlmdata.preprocess.chat.template_arguments import parse_arguments
+    from vlmdata.preprocess.cli.preprocess import by_name
 
     given = {name: value for name, value in texts.items() if value is not None}
     if given.get("system_prompt") == "":
@@ -187,8 +187,8 @@ def _open(
     limit: int | None,
     hash_source: bool,
 ) -> Source:
-    from preprocess.cli.locations import source_place
-    from preprocess.sources.open import open_source
+    from vlmdata.preprocess.cli.locations import source_place
+    from vlmdata.preprocess.sources.open import open_source
 
     return open_source(
         source_place(spec),

@@ -18,34 +18,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from preprocess.chat.tokenizer import ChatTokenizer, family_of, load_tokenizer
-from preprocess.cli.command import PreprocessCommand
-from preprocess.cli.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
-from preprocess.cli.lengths_text import print_lengths
-from preprocess.cli.locations import output_store, source_place
-from preprocess.cli.progress import ProgressDisplay
-from preprocess.cli.report import PartReport, Report, report_of, show
-from preprocess.cli.trace_text import print_trace
-from preprocess.config import EMBEDDED, PreprocessConfig
-from preprocess.encode import Encoder
-from preprocess.encode.probe import require_usable
-from preprocess.engines.base import Engine, errors_named, load_engine
-from preprocess.engines.local import Local, preloaded
-from preprocess.own_options import constructor_takes
-from preprocess.recipes.base import PARTS, load_recipe
-from preprocess.recipes.choice import choose_recipe, first_rows, media_for, misfit, recipe_for
-from preprocess.recipes.image_files import listed
-from preprocess.recipes.media import require_image_root
-from preprocess.registries import ENGINES, RECIPES
-from preprocess.run.claim import Part
-from preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
-from preprocess.run.directory import rows_per_shard_in
-from preprocess.run.lengths import measure_lengths
-from preprocess.run.limits import parse_limits
-from preprocess.run.trace import trace_row
-from preprocess.sources.holdout import TRAIN, VALIDATION, hold_out
-from preprocess.sources.open import DEMO, open_source
-from preprocess.sources.rows import Source
 from vlmdata.cli.console import is_command, messages, results
 from vlmdata.errors import ConfigMismatchError, SourceError
 from vlmdata.families import REGISTRY as FAMILIES
@@ -53,6 +25,34 @@ from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.machine import available_cores
 from vlmdata.media.c_library import keep_memory
 from vlmdata.media.codecs import REGISTRY as CODECS
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, family_of, load_tokenizer
+from vlmdata.preprocess.cli.command import PreprocessCommand
+from vlmdata.preprocess.cli.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
+from vlmdata.preprocess.cli.lengths_text import print_lengths
+from vlmdata.preprocess.cli.locations import output_store, source_place
+from vlmdata.preprocess.cli.progress import ProgressDisplay
+from vlmdata.preprocess.cli.report import PartReport, Report, report_of, show
+from vlmdata.preprocess.cli.trace_text import print_trace
+from vlmdata.preprocess.config import EMBEDDED, PreprocessConfig
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.encode.probe import require_usable
+from vlmdata.preprocess.engines.base import Engine, errors_named, load_engine
+from vlmdata.preprocess.engines.local import Local, preloaded
+from vlmdata.preprocess.own_options import constructor_takes
+from vlmdata.preprocess.recipes.base import PARTS, load_recipe
+from vlmdata.preprocess.recipes.choice import choose_recipe, first_rows, media_for, misfit, recipe_for
+from vlmdata.preprocess.recipes.image_files import listed
+from vlmdata.preprocess.recipes.media import require_image_root
+from vlmdata.preprocess.registries import ENGINES, RECIPES
+from vlmdata.preprocess.run.claim import Part
+from vlmdata.preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
+from vlmdata.preprocess.run.directory import rows_per_shard_in
+from vlmdata.preprocess.run.lengths import measure_lengths
+from vlmdata.preprocess.run.limits import parse_limits
+from vlmdata.preprocess.run.trace import trace_row
+from vlmdata.preprocess.sources.holdout import TRAIN, VALIDATION, hold_out
+from vlmdata.preprocess.sources.open import DEMO, open_source
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store
 from vlmdata.wording import counted
 from vlmdata.workers import end_worker_server
@@ -107,7 +107,7 @@ def _opened(
 ) -> tuple[PreprocessCommand, ChatTokenizer | None, Mapping[str | None, Source]]:
     """Loads the tokenizer and opens the splits. Returns the command with their family and recipe, and both."""
     if is_command() and not runs_own_code(command):
-        importlib.import_module("preprocess.chat.only_tokenizers")
+        importlib.import_module("vlmdata.preprocess.chat.only_tokenizers")
     quiet_libraries()
     command = dataclasses.replace(command, config=_with_family(command, talk))
     tokenizer = None

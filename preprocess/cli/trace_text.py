@@ -10,15 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, VideoPart
-from preprocess.encode import EncodedSample, SampleItem
-from preprocess.grounding import BoxPart, LabelPart, PointPart
-from preprocess.reject import RowRejected
-from preprocess.run.trace import TracedCandidate, TracedRow
 from vlmdata.format.schema import sample_key
 from vlmdata.inspect.terminal.draw import data, facts
 from vlmdata.inspect.text import visible
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, VideoPart
+from vlmdata.preprocess.encode import EncodedSample, SampleItem
+from vlmdata.preprocess.grounding import BoxPart, LabelPart, PointPart
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.run.trace import TracedCandidate, TracedRow
 from vlmdata.wording import counted
 
 _VALUE, _PART = 100, 200  # characters shown of a column's value, of a text part

@@ -4,8 +4,8 @@ import json
 from random import Random
 from typing import Any
 
-from preprocess.demo.compose import Receipt, gt_parse
-from preprocess.demo.row import deal, demo_content, stream
+from vlmdata.preprocess.demo.compose import Receipt, gt_parse
+from vlmdata.preprocess.demo.row import deal, demo_content, stream
 
 KINDS: dict[str, int] = {
     "single": 4,

@@ -1,6 +1,6 @@
 """Draws short clips, in which a camera moves over a receipt, and conversations about them.
 
-    python -m preprocess.demo.clips build/clips
+    python -m vlmdata.preprocess.demo.clips build/clips
 
 writes video files and ``chats.jsonl`` beside them: a folder as users have it.
 """
@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from preprocess.demo.chat import demo_conversation
-from preprocess.demo.row import demo_receipt
 from vlmdata.media.decode import decode_image
+from vlmdata.preprocess.demo.chat import demo_conversation
+from vlmdata.preprocess.demo.row import demo_receipt
 
 CLIPS = 4
 RATE, SECONDS = 10, 4

@@ -12,9 +12,9 @@ import platformdirs
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from preprocess.demo.chat import demo_conversation
-from preprocess.demo.row import DEMO_VERSION, DemoReceipt, demo_receipt
 from vlmdata.format.atomic import sync
+from vlmdata.preprocess.demo.chat import demo_conversation
+from vlmdata.preprocess.demo.row import DEMO_VERSION, DemoReceipt, demo_receipt
 
 DemoLayout = Literal["cord_v2", "chat"]
 Progress = Callable[[int], None]

@@ -4,8 +4,8 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from preprocess.demo.compose import MenuLine, Receipt
-from preprocess.demo.page import Align, Face, Flow, Look, NoRoomError, Page
+from vlmdata.preprocess.demo.compose import MenuLine, Receipt
+from vlmdata.preprocess.demo.page import Align, Face, Flow, Look, NoRoomError, Page
 
 MIN_SIZE = 13
 """Em in pixels, below which letters are illegible after effects."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageChops, ImageFilter
 
-from preprocess.demo.page import Colour
+from vlmdata.preprocess.demo.page import Colour
 
 MAX_SIZE = (2200, 3000)
 """Largest image: width and height in pixels."""

@@ -5,10 +5,10 @@ from random import Random
 
 import numpy as np
 
-from preprocess.demo.compose import LOCALES, Receipt, compose_receipt, ground_truth
-from preprocess.demo.layout import lay_out
-from preprocess.demo.page import SHAPES, Look, Page, choose_look
-from preprocess.demo.photo import KINDS, DemoImage, encode
+from vlmdata.preprocess.demo.compose import LOCALES, Receipt, compose_receipt, ground_truth
+from vlmdata.preprocess.demo.layout import lay_out
+from vlmdata.preprocess.demo.page import SHAPES, Look, Page, choose_look
+from vlmdata.preprocess.demo.photo import KINDS, DemoImage, encode
 
 DEMO_VERSION = 3
 """Increase it when any pixel, text or order of the demo changes, since cached datasets are named by it."""

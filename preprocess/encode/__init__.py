@@ -1,7 +1,7 @@
 """Encodes conversations and documents to the arrays of samples."""
 
-from preprocess.encode.encoder import Encoder
-from preprocess.encode.image import encode_image
-from preprocess.encode.sample import EncodedSample, SampleItem
+from vlmdata.preprocess.encode.encoder import Encoder
+from vlmdata.preprocess.encode.image import encode_image
+from vlmdata.preprocess.encode.sample import EncodedSample, SampleItem
 
 __all__ = ["EncodedSample", "Encoder", "SampleItem", "encode_image"]

@@ -7,17 +7,17 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.chat.agreement import require_reserved
-from preprocess.chat.render import Renderer
-from preprocess.chat.targets import tokenize
-from preprocess.chat.tokenizer import require_length
-from preprocess.config import SHORTENING, Overlong, PreprocessConfig
-from preprocess.conversation import Document
-from preprocess.encode.image import encode_images, image_tokens
-from preprocess.encode.sample import EncodedSample, WeightedTokens, document_weight, finish_sample
-from preprocess.reject import RowRejected
 from vlmdata.families.chat import IMAGE
 from vlmdata.families.positions import locate_images
+from vlmdata.preprocess.chat.agreement import require_reserved
+from vlmdata.preprocess.chat.render import Renderer
+from vlmdata.preprocess.chat.targets import tokenize
+from vlmdata.preprocess.chat.tokenizer import require_length
+from vlmdata.preprocess.config import SHORTENING, Overlong, PreprocessConfig
+from vlmdata.preprocess.conversation import Document
+from vlmdata.preprocess.encode.image import encode_images, image_tokens
+from vlmdata.preprocess.encode.sample import EncodedSample, WeightedTokens, document_weight, finish_sample
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.chat.agreement import (
+from vlmdata.preprocess.chat.agreement import (
     blocks_in_text,
     dropped_reasoning,
     is_unlike_inference,
@@ -20,17 +20,17 @@ from preprocess.chat.agreement import (
     template_error,
     up_to_answers,
 )
-from preprocess.chat.render import Rendered, Renderer
-from preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
-from preprocess.chat.tokenizer import ChatTokenizer, require_length
-from preprocess.config import SHORTENING, Overlong, PreprocessConfig, TrainThink, TrainTurns
-from preprocess.conversation import Conversation, Document, Message, TextPart
-from preprocess.encode.document import encode_document
-from preprocess.encode.grounding import with_grounding_as_text
-from preprocess.encode.items import Plans, encode_items, item_tokens
-from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample, turn_weights
-from preprocess.encode.video import planned
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.chat.render import Rendered, Renderer
+from vlmdata.preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, require_length
+from vlmdata.preprocess.config import SHORTENING, Overlong, PreprocessConfig, TrainThink, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, Document, Message, TextPart
+from vlmdata.preprocess.encode.document import encode_document
+from vlmdata.preprocess.encode.grounding import with_grounding_as_text
+from vlmdata.preprocess.encode.items import Plans, encode_items, item_tokens
+from vlmdata.preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample, turn_weights
+from vlmdata.preprocess.encode.video import planned
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted, with_article
 

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import ContentPart, Conversation, ImagePart, Message, TextPart
-from preprocess.encode.image import size_request, used_size
-from preprocess.grounding import BoxPart, Form, GroundingPart, LabelPart, PointPart, Unit
-from preprocess.reject import RowRejected
 from vlmdata.families.grounding import Grounding
 from vlmdata.media.decode import shown_size
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import target_size
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.conversation import ContentPart, Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode.image import size_request, used_size
+from vlmdata.preprocess.grounding import BoxPart, Form, GroundingPart, LabelPart, PointPart, Unit
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

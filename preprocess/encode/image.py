@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import ImagePart
-from preprocess.encode.sample import SampleItem, Views
-from preprocess.encode.stored import StoredImage
-from preprocess.reject import RowRejected
 from vlmdata.families import Family, View
 from vlmdata.media.decode import DecodedImage, decode_image, header_size
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import SizeRequest, resize_to_patches, target_size
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import ImagePart
+from vlmdata.preprocess.encode.sample import SampleItem, Views
+from vlmdata.preprocess.encode.stored import StoredImage
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import ImagePart, MediaPart, VideoPart
-from preprocess.encode.image import encode_images, image_tokens
-from preprocess.encode.sample import Views
-from preprocess.encode.stored import StoredVideo
-from preprocess.encode.video import VideoPlan, encode_video
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.conversation import ImagePart, MediaPart, VideoPart
+from vlmdata.preprocess.encode.image import encode_images, image_tokens
+from vlmdata.preprocess.encode.sample import Views
+from vlmdata.preprocess.encode.stored import StoredVideo
+from vlmdata.preprocess.encode.video import VideoPlan, encode_video
 
 Plans = Mapping[VideoPart, VideoPlan]
 

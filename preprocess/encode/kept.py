@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from preprocess.conversation import (
+from vlmdata.media.codecs import IMAGE, VIDEO
+from vlmdata.preprocess.conversation import (
     ContentPart,
     Conversation,
     Document,
@@ -22,9 +23,8 @@ from preprocess.conversation import (
     TextPart,
     VideoPart,
 )
-from preprocess.encode.stored import StoredImage, StoredVideo
-from preprocess.recipes.base import Candidate
-from vlmdata.media.codecs import IMAGE, VIDEO
+from vlmdata.preprocess.encode.stored import StoredImage, StoredVideo
+from vlmdata.preprocess.recipes.base import Candidate
 
 #: Fields of images and videos that are not the data's request; the encoder sets the times of a video.
 _NOT_ASKED = ("data", "seconds")

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.chat.agreement import blocks_in_text, require_reserved, up_to_answers
-from preprocess.chat.render import Renderer
-from preprocess.chat.targets import target_spans, tokenize
-from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, Document, ImagePart, MediaPart, VideoPart
-from preprocess.encode.encoder import Encoder, encode_turns, with_settings
-from preprocess.encode.image import size_request
-from preprocess.encode.sample import document_weight, turn_weights
-from preprocess.encode.video import planned
-from preprocess.reject import RowRejected
 from vlmdata.errors import UsageError
 from vlmdata.families.chat import IMAGE
 from vlmdata.media.decode import header_size, shown_size
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import target_size
+from vlmdata.preprocess.chat.agreement import blocks_in_text, require_reserved, up_to_answers
+from vlmdata.preprocess.chat.render import Renderer
+from vlmdata.preprocess.chat.targets import target_spans, tokenize
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, MediaPart, VideoPart
+from vlmdata.preprocess.encode.encoder import Encoder, encode_turns, with_settings
+from vlmdata.preprocess.encode.image import size_request
+from vlmdata.preprocess.encode.sample import document_weight, turn_weights
+from vlmdata.preprocess.encode.video import planned
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 

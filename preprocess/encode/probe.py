@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment
 
-from preprocess.chat.template_arguments import require_arguments
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError, VlmdataError
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import ItemPlace, Placement
 from vlmdata.media.image_file import image_file
+from vlmdata.preprocess.chat.template_arguments import require_arguments
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of
 from vlmdata.verify.sample import SampleRules, audit_sample

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.config import PreprocessConfig, TrainTurns
-from preprocess.conversation import Columns, Conversation, Document
-from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.families.blocks import Blocks
 from vlmdata.format.schema import Sample
 from vlmdata.format.shard import EncodedItem
 from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.media.codecs import IMAGE, VIDEO, ItemShape
+from vlmdata.preprocess.config import PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Columns, Conversation, Document
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 #: Weights other than 0 are within these bounds. Gradients are multiplied by the weights in the network and divided by

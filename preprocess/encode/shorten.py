@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from preprocess.config import SHORTENING, Overlong, PreprocessConfig
-from preprocess.conversation import Conversation, Document, ImagePart, Message
-from preprocess.encode.encoder import Encoder
-from preprocess.encode.lengths import LengthMeter, SampleLength, image_tokens_of
-from preprocess.encode.sample import EncodedSample
-from preprocess.encode.stored import StoredImage
-from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.families.base import ImageBoundsError
+from vlmdata.preprocess.config import SHORTENING, Overlong, PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, Message
+from vlmdata.preprocess.encode.encoder import Encoder
+from vlmdata.preprocess.encode.lengths import LengthMeter, SampleLength, image_tokens_of
+from vlmdata.preprocess.encode.sample import EncodedSample
+from vlmdata.preprocess.encode.stored import StoredImage
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from preprocess.conversation import ImagePart, VideoPart
-from preprocess.encode.sample import SampleItem, Views
+from vlmdata.preprocess.conversation import ImagePart, VideoPart
+from vlmdata.preprocess.encode.sample import SampleItem, Views
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 What is drawn depends on the content of the row, the place of the conversation in the row's list and the number of the
 variant, and on nothing else. Boxes and points stay as they are given, in the whole image: they follow the pixels when
-they become text (:mod:`preprocess.encode.grounding`).
+they become text (:mod:`vlmdata.preprocess.encode.grounding`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 import xxhash
 
-from preprocess.config import PreprocessConfig, VariantKind
-from preprocess.conversation import Conversation, Document, ImagePart, VideoPart
-from preprocess.encode.grounding import Sizes, shares_of, sizes_of
-from preprocess.encode.image import size_request
-from preprocess.grounding import BoxPart, PointPart
-from preprocess.recipes.base import Candidate
-from preprocess.reject import RowRejected
-from preprocess.row import Row
-from preprocess.sources.row_digests import row_digest
 from vlmdata.families.base import AspectRatioError, ImageBoundsError
 from vlmdata.families.coordinates import coordinates_in
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import target_size
+from vlmdata.preprocess.config import PreprocessConfig, VariantKind
+from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, VideoPart
+from vlmdata.preprocess.encode.grounding import Sizes, shares_of, sizes_of
+from vlmdata.preprocess.encode.image import size_request
+from vlmdata.preprocess.grounding import BoxPart, PointPart
+from vlmdata.preprocess.recipes.base import Candidate
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.row_digests import row_digest
 
 #: Scales of the sides of a resized image, in thousandths.
 _LEAST_SCALE, _MOST_SCALE = 500, 1500

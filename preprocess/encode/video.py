@@ -14,11 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import Conversation, VideoPart
-from preprocess.encode.sample import SampleItem
-from preprocess.encode.stored import StoredVideo
-from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.families.base import AspectRatioError
 from vlmdata.families.chat import VIDEO
@@ -36,6 +31,11 @@ from vlmdata.media.video import VideoContents, read_contents, sample_video
 from vlmdata.media.video.contents import on_display
 from vlmdata.media.video.patches import VideoPatches
 from vlmdata.media.video.sample import Put
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, VideoPart
+from vlmdata.preprocess.encode.sample import SampleItem
+from vlmdata.preprocess.encode.stored import StoredVideo
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

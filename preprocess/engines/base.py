@@ -11,17 +11,17 @@ from functools import partial
 from pickle import PicklingError
 from typing import Any, Protocol
 
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.own_options import make_own
-from preprocess.registries import ENGINES
-from preprocess.shards.counters import Counters
-from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
-from preprocess.sources.rows import Source
 from vlmdata.errors import ResourceError, SourceError, VlmdataError, with_causes
 from vlmdata.format.schema import shard_name
 from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.machine import available_cores
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.own_options import make_own
+from vlmdata.preprocess.registries import ENGINES
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.registry import problem_of, shown_name
 from vlmdata.storage import Store
 from vlmdata.wording import with_article
@@ -239,7 +239,7 @@ def load_engine(name: str, options: Mapping[str, Any] | None = None) -> Engine:
         if not callable(found := getattr(engine, method, None)):
             but = "" if found is None else f", but {with_article(type(found).__name__)} of this name"
             raise SourceError(
-                f"--engine {name}: it has no method `{method}`{but}. Derive it from preprocess.engines.base.Engine."
+                f"--engine {name}: it has no method `{method}`{but}. Derive it from vlmdata.preprocess.engines.base.Engine."
             )
     return engine
 

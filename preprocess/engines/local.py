@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
-from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
-from preprocess.shards.counters import Counters
-from preprocess.shards.job import RowOutcome, ShardJob, ShardRecord
-from preprocess.sources.rows import Source
 from vlmdata.errors import ResourceError
 from vlmdata.media.c_library import keep_memory
+from vlmdata.preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.job import RowOutcome, ShardJob, ShardRecord
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.workers import MAX_DEATHS, WorkersDied, in_workers, start_worker_server
 
 #: Modules that workers import once, in the server from which they are forked.
 PRELOADED = [
-    "preprocess.engines.local",
+    "vlmdata.preprocess.engines.local",
     "vlmdata.media.decode",
     "vlmdata.media.resize",
-    "preprocess.encode.encoder",
+    "vlmdata.preprocess.encode.encoder",
     "torch",
     "transformers.models.auto.tokenization_auto",
 ]
@@ -47,7 +47,7 @@ def preloaded(own_code: bool) -> list[str]:
     Args:
         own_code: Whether the user's own code runs in the workers. It may need all of transformers.
     """
-    alone = [] if own_code else ["preprocess.chat.only_tokenizers"]
+    alone = [] if own_code else ["vlmdata.preprocess.chat.only_tokenizers"]
     return [*alone, *PRELOADED, *(["datasets"] if "datasets" in sys.modules else [])]
 
 

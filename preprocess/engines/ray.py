@@ -19,13 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 from uuid import uuid4
 
-from preprocess.config import PreprocessConfig
-from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
-from preprocess.engines.tally import Tally
-from preprocess.registries import RECIPES
-from preprocess.shards.counters import Counters
-from preprocess.shards.fingerprints import fingerprints
-from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord
 from vlmdata.errors import ResourceError, SourceError, VlmdataError
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.manifest import differences
@@ -33,6 +26,13 @@ from vlmdata.format.schema import shard_name
 from vlmdata.machine import available_cores
 from vlmdata.media.c_library import keep_memory
 from vlmdata.media.codecs import REGISTRY as CODECS
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
+from vlmdata.preprocess.engines.tally import Tally
+from vlmdata.preprocess.registries import RECIPES
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.fingerprints import fingerprints
+from vlmdata.preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord
 from vlmdata.registry import Registry, is_file
 from vlmdata.storage import Store
 from vlmdata.workers import WorkerError

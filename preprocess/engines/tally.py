@@ -32,7 +32,7 @@ class Tally:
 
         Args:
             shard: Number of the shard.
-            line: A row of :meth:`preprocess.shards.counters.Counters.table`.
+            line: A row of :meth:`vlmdata.preprocess.shards.counters.Counters.table`.
         """
         self._lines[shard] = line
         return self._stopped

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any, ClassVar, Protocol
 
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import Conversation, Document
-from preprocess.own_options import make_own
-from preprocess.recipes.context import RecipeContext
-from preprocess.recipes.media import MediaLoader
-from preprocess.registries import RECIPES
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, Document
+from vlmdata.preprocess.own_options import make_own
+from vlmdata.preprocess.recipes.context import RecipeContext
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.registries import RECIPES
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 from vlmdata.registry import shown_name
 from vlmdata.wording import with_article

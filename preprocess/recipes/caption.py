@@ -6,19 +6,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from preprocess.conversation import Conversation, Message, TextPart
-from preprocess.recipes.answers import Pick, picked, texts_in
-from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
-from preprocess.recipes.chat.forms import fits as fits_chat
-from preprocess.recipes.chat.images import BOUND_KEYS
-from preprocess.recipes.chat.row_keys import refuse_row
-from preprocess.recipes.chat.turns import text_turn
-from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
-from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, is_empty
-from preprocess.recipes.media import MediaLoader
-from preprocess.recipes.row_image import IMAGE_COLUMNS, images_of, only_image
-from preprocess.reject import RowRejected, excerpt
-from preprocess.row import Row
+from vlmdata.preprocess.conversation import Conversation, Message, TextPart
+from vlmdata.preprocess.recipes.answers import Pick, picked, texts_in
+from vlmdata.preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
+from vlmdata.preprocess.recipes.chat.forms import fits as fits_chat
+from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
+from vlmdata.preprocess.recipes.chat.row_keys import refuse_row
+from vlmdata.preprocess.recipes.chat.turns import text_turn
+from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, is_empty
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.recipes.row_image import IMAGE_COLUMNS, images_of, only_image
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 _CAPTIONS = ("txt", "text", "caption")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from preprocess.config import PreprocessConfig
-from preprocess.recipes.base import Recipe, candidates_of, load_recipe
-from preprocess.recipes.context import RecipeContext
-from preprocess.recipes.media import MediaLoader
-from preprocess.registries import RECIPES
-from preprocess.reject import RowRejected, excerpt
-from preprocess.row import Row
-from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.recipes.base import Recipe, candidates_of, load_recipe
+from vlmdata.preprocess.recipes.context import RecipeContext
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.registries import RECIPES
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.wording import counted
 
 #: Number of rows to search for columns if rows differ, and number of rows to test a recipe on.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import ImagePart
-from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.media.decode import decode_image
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import SizeRequest, target_size
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import ImagePart
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 

@@ -13,12 +13,12 @@ from typing import Annotated, Any, ClassVar
 
 import xxhash
 
-from preprocess import json_text
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog
-from preprocess.recipes.media import MediaLoader, place_with_file
-from preprocess.reject import RowRejected, excerpt
-from preprocess.row import Row
+from vlmdata.preprocess import json_text
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog
+from vlmdata.preprocess.recipes.media import MediaLoader, place_with_file
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 _USED_COLUMNS = frozenset({"image", "ground_truth"})

@@ -12,21 +12,21 @@ from enum import StrEnum
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
-from preprocess.conversation import ContentPart, Conversation, Message, TextPart
-from preprocess.grounding import BoxPart, Form, PointPart, Unit, coordinates_fault
-from preprocess.recipes.answers import Pick, picked, texts_in
-from preprocess.recipes.chat.forms import fits as fits_chat
-from preprocess.recipes.chat.images import BOUND_KEYS
-from preprocess.recipes.chat.row_keys import refuse_row
-from preprocess.recipes.chat.tools import parse_json
-from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
-from preprocess.recipes.coco_names import COCO
-from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
-from preprocess.recipes.media import MediaLoader
-from preprocess.recipes.polygons import POLYGONS, Polygons, box_around
-from preprocess.recipes.row_image import IMAGE_COLUMNS, has_image, images_of, only_image
-from preprocess.reject import RowRejected, excerpt
-from preprocess.row import Row
+from vlmdata.preprocess.conversation import ContentPart, Conversation, Message, TextPart
+from vlmdata.preprocess.grounding import BoxPart, Form, PointPart, Unit, coordinates_fault
+from vlmdata.preprocess.recipes.answers import Pick, picked, texts_in
+from vlmdata.preprocess.recipes.chat.forms import fits as fits_chat
+from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
+from vlmdata.preprocess.recipes.chat.row_keys import refuse_row
+from vlmdata.preprocess.recipes.chat.tools import parse_json
+from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
+from vlmdata.preprocess.recipes.coco_names import COCO
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.recipes.polygons import POLYGONS, Polygons, box_around
+from vlmdata.preprocess.recipes.row_image import IMAGE_COLUMNS, has_image, images_of, only_image
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

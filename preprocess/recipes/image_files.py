@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from preprocess.recipes.file_kinds import VIDEOS
-from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
-from preprocess.sources.identity import file_digest
+from vlmdata.preprocess.recipes.file_kinds import VIDEOS
+from vlmdata.preprocess.recipes.remote_root import FetchProblem, RemoteRoot
+from vlmdata.preprocess.sources.identity import file_digest
 from vlmdata.storage import Store, Writing
 
 SCHEMA = pa.schema(

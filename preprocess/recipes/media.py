@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from preprocess.recipes.file_kinds import IMAGES, VIDEOS, FileKind
-from preprocess.recipes.image_files import RecordedFile, recorded_file, recorded_path
-from preprocess.recipes.remote_root import IF_MISSING, FetchProblem, RemoteRoot, require_remote_root
-from preprocess.reject import RowRejected, excerpt
-from preprocess.sources.kinds import is_image, is_video
 from vlmdata.errors import SourceError
 from vlmdata.locations import is_url, is_web, place_of
+from vlmdata.preprocess.recipes.file_kinds import IMAGES, VIDEOS, FileKind
+from vlmdata.preprocess.recipes.image_files import RecordedFile, recorded_file, recorded_path
+from vlmdata.preprocess.recipes.remote_root import IF_MISSING, FetchProblem, RemoteRoot, require_remote_root
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.sources.kinds import is_image, is_video
 from vlmdata.wording import with_article
 
 #: Files that a worker fetches at a time.
@@ -213,7 +213,7 @@ class MediaLoader:
             raise RowRejected(problem.reason, f"{field}: {problem}") from problem
 
     def _download(self, url: str, kind: FileKind) -> bytes:
-        from preprocess.recipes.web_images import download
+        from vlmdata.preprocess.recipes.web_images import download
 
         return download(url, kind, self._private_hosts)
 

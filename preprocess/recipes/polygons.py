@@ -7,8 +7,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any
 
-from preprocess.grounding import coordinates_fault
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.grounding import coordinates_fault
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

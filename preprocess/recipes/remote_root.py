@@ -9,11 +9,11 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote, unquote
 
-from preprocess.recipes.file_kinds import IMAGES, FileKind
-from preprocess.reject import excerpt
 from vlmdata.attempts import FAILED, AttemptsFailed, attempts
 from vlmdata.errors import SourceError
 from vlmdata.locations import file_system, is_web
+from vlmdata.preprocess.recipes.file_kinds import IMAGES, FileKind
+from vlmdata.preprocess.reject import excerpt
 from vlmdata.reasons import Reason
 
 #: Names that fsspec file systems use for the time of an object's last change.

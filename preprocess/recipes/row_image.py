@@ -7,11 +7,11 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from preprocess.conversation import ContentPart, ImagePart
-from preprocess.recipes.chat.images import IMAGE_COLUMN, RowImages
-from preprocess.recipes.keys import KeyLog, filled
-from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.conversation import ContentPart, ImagePart
+from vlmdata.preprocess.recipes.chat.images import IMAGE_COLUMN, RowImages
+from vlmdata.preprocess.recipes.keys import KeyLog, filled
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

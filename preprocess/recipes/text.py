@@ -10,18 +10,18 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
-from preprocess.conversation import ContentPart, Document, ImagePart, TextPart
-from preprocess.recipes.chat.content import ContentOptions, ContentReader
-from preprocess.recipes.chat.forms import LIST_COLUMNS
-from preprocess.recipes.chat.forms import fits as fits_chat
-from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
-from preprocess.recipes.chat.row_keys import refuse_row
-from preprocess.recipes.chat.turns import HARMLESS_KEYS, RowTurn, read_turn
-from preprocess.recipes.chat.weights import ROW_WEIGHTS, TURN_WEIGHTS, row_weight, turn_weight
-from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
-from preprocess.recipes.media import MediaLoader, place_with_file
-from preprocess.reject import RowRejected, excerpt
-from preprocess.row import Row
+from vlmdata.preprocess.conversation import ContentPart, Document, ImagePart, TextPart
+from vlmdata.preprocess.recipes.chat.content import ContentOptions, ContentReader
+from vlmdata.preprocess.recipes.chat.forms import LIST_COLUMNS
+from vlmdata.preprocess.recipes.chat.forms import fits as fits_chat
+from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS, RowImages
+from vlmdata.preprocess.recipes.chat.row_keys import refuse_row
+from vlmdata.preprocess.recipes.chat.turns import HARMLESS_KEYS, RowTurn, read_turn
+from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS, TURN_WEIGHTS, row_weight, turn_weight
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
+from vlmdata.preprocess.recipes.media import MediaLoader, place_with_file
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

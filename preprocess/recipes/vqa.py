@@ -10,20 +10,20 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from preprocess.conversation import Conversation, Message
-from preprocess.recipes.answers import Pick, picked, texts_in
-from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
-from preprocess.recipes.chat.forms import fits as fits_chat
-from preprocess.recipes.chat.images import BOUND_KEYS
-from preprocess.recipes.chat.row_keys import refuse_row
-from preprocess.recipes.chat.tools import parse_json
-from preprocess.recipes.chat.turns import text_turn
-from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
-from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
-from preprocess.recipes.media import MediaLoader
-from preprocess.recipes.row_image import IMAGE_COLUMNS, has_image, images_of, with_image
-from preprocess.reject import RowRejected
-from preprocess.row import Row
+from vlmdata.preprocess.conversation import Conversation, Message
+from vlmdata.preprocess.recipes.answers import Pick, picked, texts_in
+from vlmdata.preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
+from vlmdata.preprocess.recipes.chat.forms import fits as fits_chat
+from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
+from vlmdata.preprocess.recipes.chat.row_keys import refuse_row
+from vlmdata.preprocess.recipes.chat.tools import parse_json
+from vlmdata.preprocess.recipes.chat.turns import text_turn
+from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.recipes.row_image import IMAGE_COLUMNS, has_image, images_of, with_image
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 _QUESTIONS = ("question", "query")

@@ -22,9 +22,9 @@ from requests.utils import select_proxy
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from preprocess.recipes.file_kinds import FileKind
-from preprocess.recipes.remote_root import FetchProblem
-from preprocess.reject import excerpt
+from vlmdata.preprocess.recipes.file_kinds import FileKind
+from vlmdata.preprocess.recipes.remote_root import FetchProblem
+from vlmdata.preprocess.reject import excerpt
 
 _TIMEOUT_SECONDS = (10, 60)  # for connecting, and between two packets
 #: For an image, with redirects and further attempts. Larger files have more time.

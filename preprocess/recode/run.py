@@ -15,20 +15,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from preprocess.config import VideoConfig
-from preprocess.engines.base import system_message
-from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
-from preprocess.run.claim import directory_claim
-from preprocess.run.closing import merged_index
-from preprocess.run.directory import clear_place, is_ours, prepare_place, read_manifest, resource_errors, tidied
-from preprocess.run.row_table import take_row_table
-from preprocess.shards.fingerprints import (
-    as_recorded,
-    codec_fingerprints,
-    tokenizer_identity,
-    video_codec_fingerprints,
-)
-from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, canonical_hash, differences
 from vlmdata.format.schema import (
@@ -49,6 +35,20 @@ from vlmdata.format.source_columns import source_names
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.locations import is_url
 from vlmdata.media.codecs import RAW, REGISTRY, VIDEO, codec, libraries_of
+from vlmdata.preprocess.config import VideoConfig
+from vlmdata.preprocess.engines.base import system_message
+from vlmdata.preprocess.recode.shard import RecodeWork, named_shard, recode_shard
+from vlmdata.preprocess.run.claim import directory_claim
+from vlmdata.preprocess.run.closing import merged_index
+from vlmdata.preprocess.run.directory import clear_place, is_ours, prepare_place, read_manifest, resource_errors, tidied
+from vlmdata.preprocess.run.row_table import take_row_table
+from vlmdata.preprocess.shards.fingerprints import (
+    as_recorded,
+    codec_fingerprints,
+    tokenizer_identity,
+    video_codec_fingerprints,
+)
+from vlmdata.preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from vlmdata.storage import Lock, Store, open_store
 from vlmdata.storage.download import download
 from vlmdata.storage.folder import Folder
@@ -60,7 +60,7 @@ from vlmdata.version import __version__
 from vlmdata.workers import WorkersDied, in_workers
 
 _COMMAND = "vlmdata recode"
-_PRELOADED = ["preprocess.recode.run"]
+_PRELOADED = ["vlmdata.preprocess.recode.run"]
 _COPIED_BYTES = 1 << 20
 
 

@@ -13,9 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from preprocess.config import TrainTurns
-from preprocess.shards.job import ShardRecord, progress_name, totals_of
-from preprocess.shards.samples import encode_item, option_of
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features
@@ -23,6 +20,9 @@ from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import MEMBER_BY_NAME, Member, shard_name, supported_features
 from vlmdata.format.shard import EncodedItem, ShardWriter
 from vlmdata.media.codecs import IMAGE, RAW, REGISTRY, VIDEO, Item, ItemShape, Unsuitable, decode_item
+from vlmdata.preprocess.config import TrainTurns
+from vlmdata.preprocess.shards.job import ShardRecord, progress_name, totals_of
+from vlmdata.preprocess.shards.samples import encode_item, option_of
 from vlmdata.storage import Store
 from vlmdata.storage.shards import DatasetShards, ShardStore
 

@@ -8,25 +8,25 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import Overlong, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, Document, ImagePart, MediaPart, VideoPart
-from preprocess.encode import Encoder
-from preprocess.encode.kept import Kept, KeptPart
-from preprocess.encode.variants import with_variants
-from preprocess.engines.base import ShardWork
-from preprocess.recipes.base import Candidate, Recipe, candidates_of
-from preprocess.recipes.choice import recipe_for
-from preprocess.recipes.image_files import RecordedFile
-from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected
-from preprocess.retokenize.stored import OldSample, OldShard, OldShards, is_of_kind, stored_part, stored_views
-from preprocess.row import Row
-from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, attempted
-from preprocess.shards.rows import RowRecord
 from vlmdata.errors import UsageError
 from vlmdata.format.ledger import Rejection
 from vlmdata.format.schema import SHORTENED
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import Overlong, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, MediaPart, VideoPart
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.encode.kept import Kept, KeptPart
+from vlmdata.preprocess.encode.variants import with_variants
+from vlmdata.preprocess.engines.base import ShardWork
+from vlmdata.preprocess.recipes.base import Candidate, Recipe, candidates_of
+from vlmdata.preprocess.recipes.choice import recipe_for
+from vlmdata.preprocess.recipes.image_files import RecordedFile
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.retokenize.stored import OldSample, OldShard, OldShards, is_of_kind, stored_part, stored_views
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.shards.job import RowOutcome, ShardContext, ShardJob, attempted
+from vlmdata.preprocess.shards.rows import RowRecord
 from vlmdata.reasons import Reason
 
 #: Reasons that another tokenizer, template or target rule may change.

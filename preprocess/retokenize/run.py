@@ -9,16 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.chat.tokenizer import told_family
-from preprocess.config import EMBEDDED, SHORTENING, PreprocessConfig
-from preprocess.engines.base import ShardWork
-from preprocess.recode.run import OldDataset
-from preprocess.retokenize.context import NEEDS_SOURCE, OF_TEXT, RetokenizeWork
-from preprocess.retokenize.stored import OldShards
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.run.row_table import take_row_table
-from preprocess.sources.holdout import SelectedRows
-from preprocess.sources.rows import Source
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import differences
@@ -32,6 +22,16 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.locations import is_url
+from vlmdata.preprocess.chat.tokenizer import told_family
+from vlmdata.preprocess.config import EMBEDDED, SHORTENING, PreprocessConfig
+from vlmdata.preprocess.engines.base import ShardWork
+from vlmdata.preprocess.recode.run import OldDataset
+from vlmdata.preprocess.retokenize.context import NEEDS_SOURCE, OF_TEXT, RetokenizeWork
+from vlmdata.preprocess.retokenize.stored import OldShards
+from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from vlmdata.preprocess.run.row_table import take_row_table
+from vlmdata.preprocess.sources.holdout import SelectedRows
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store
 from vlmdata.storage.folder import Folder
 from vlmdata.wording import counted
@@ -136,7 +136,7 @@ def retokenize_dataset(
 
 @dataclass(frozen=True, eq=False)
 class _Reuse:
-    """Pixels of a finished dataset; see :class:`preprocess.run.dataset.Reuse`."""
+    """Pixels of a finished dataset; see :class:`vlmdata.preprocess.run.dataset.Reuse`."""
 
     old: OldDataset
     config: PreprocessConfig

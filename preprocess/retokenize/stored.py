@@ -13,11 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from preprocess.conversation import ImagePart, MediaPart, VideoPart
-from preprocess.encode.sample import SampleItem, Views
-from preprocess.encode.stored import StoredImage, StoredVideo
-from preprocess.recipes.image_files import RecordedFile
-from preprocess.recode.shard import SampleReader, StoredSample
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.ledger import Rejection, read_ledger
@@ -26,6 +21,11 @@ from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, KEP
 from vlmdata.format.shard import EncodedItem
 from vlmdata.format.source_columns import SOURCE
 from vlmdata.media.codecs import IMAGE, RAW, VIDEO
+from vlmdata.preprocess.conversation import ImagePart, MediaPart, VideoPart
+from vlmdata.preprocess.encode.sample import SampleItem, Views
+from vlmdata.preprocess.encode.stored import StoredImage, StoredVideo
+from vlmdata.preprocess.recipes.image_files import RecordedFile
+from vlmdata.preprocess.recode.shard import SampleReader, StoredSample
 from vlmdata.storage.shards import DatasetShards
 
 

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
-from preprocess.run.directory import LOCK_FILE
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.format.schema import PROGRESS_DIR
+from vlmdata.preprocess.run.directory import LOCK_FILE
 from vlmdata.storage import Lock, LockedError, Store
 
 _PART = re.compile(r"([0-9]+)/([0-9]+)")

@@ -13,13 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.engines.base import system_message
-from preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
-from preprocess.run.claim import Part, job_array
-from preprocess.run.row_table import has_all_rows, rows_of_shards, write_row_table
-from preprocess.shards.fingerprints import of_samples
-from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.index_row import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash, summed
@@ -35,6 +28,13 @@ from vlmdata.format.schema import (
 from vlmdata.format.source_columns import SOURCE, SourceTypes, column_name, columns_of
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.format.writing import Hashing
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.engines.base import system_message
+from vlmdata.preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
+from vlmdata.preprocess.run.claim import Part, job_array
+from vlmdata.preprocess.run.row_table import has_all_rows, rows_of_shards, write_row_table
+from vlmdata.preprocess.shards.fingerprints import of_samples
+from vlmdata.preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.storage import Lock, Store
 from vlmdata.version import __version__
 from vlmdata.wording import counted

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from os import PathLike
 
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.engines.base import Engine, errors_named
-from preprocess.engines.local import Local
-from preprocess.run.claim import Part, part_claim, whole_claim
-from preprocess.run.closing import close_dataset
-from preprocess.run.directory import ShardPlan, begin, clear_place, prepare_place, resource_errors, tidied
-from preprocess.run.making import PartResult, Reuse, Run, RunResult, Watcher
-from preprocess.run.next_version import as_before, changes_since, make_part_of_version, make_version, require_whole
-from preprocess.run.repair import Repair, find_damage, with_deadly_rows
-from preprocess.run.versions import Newest
-from preprocess.sources.rows import Source
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.engines.base import Engine, errors_named
+from vlmdata.preprocess.engines.local import Local
+from vlmdata.preprocess.run.claim import Part, part_claim, whole_claim
+from vlmdata.preprocess.run.closing import close_dataset
+from vlmdata.preprocess.run.directory import ShardPlan, begin, clear_place, prepare_place, resource_errors, tidied
+from vlmdata.preprocess.run.making import PartResult, Reuse, Run, RunResult, Watcher
+from vlmdata.preprocess.run.next_version import (
+    as_before,
+    changes_since,
+    make_part_of_version,
+    make_version,
+    require_whole,
+)
+from vlmdata.preprocess.run.repair import Repair, find_damage, with_deadly_rows
+from vlmdata.preprocess.run.versions import Newest
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store, open_store
 
 __all__ = ["PartResult", "Reuse", "RunResult", "Watcher", "preprocess_dataset", "preprocess_part"]
@@ -102,7 +108,7 @@ def preprocess_part(
 ) -> PartResult:
     """Makes the shards of one part of a run. Parts may be made side by side.
 
-    :func:`preprocess.run.finish.finish_dataset` closes the dataset when all are made.
+    :func:`vlmdata.preprocess.run.finish.finish_dataset` closes the dataset when all are made.
 
     Args:
         part: Which part.

@@ -9,9 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from preprocess.engines.base import system_message
-from preprocess.shards.fingerprints import identity_changes, refusal, tokenizer_identity
-from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, plan_shards
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import (
@@ -26,6 +23,9 @@ from vlmdata.format.schema import (
     VERSIONS_DIR,
     VERSIONS_NAME,
 )
+from vlmdata.preprocess.engines.base import system_message
+from vlmdata.preprocess.shards.fingerprints import identity_changes, refusal, tokenizer_identity
+from vlmdata.preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, plan_shards
 from vlmdata.storage import Lock, LockedError, Store
 
 #: The lock of a whole run.

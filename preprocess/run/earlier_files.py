@@ -6,13 +6,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.recipes.image_files import changed_files, listed
-from preprocess.recipes.remote_root import RemoteRoot
-from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, PROGRESS_DIR
 from vlmdata.locations import is_url, place_of
+from vlmdata.preprocess.recipes.image_files import changed_files, listed
+from vlmdata.preprocess.recipes.remote_root import RemoteRoot
+from vlmdata.preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.storage import Store
 from vlmdata.wording import counted
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from preprocess.run.claim import Part, directory_claim, named, parts_at_work
-from preprocess.run.closing import close_dataset
-from preprocess.run.dataset import RunResult
-from preprocess.run.directory import ShardPlan, read_identity, tidied
-from preprocess.run.version_closing import close_version
-from preprocess.run.versions import Newest, begun_version, read_version
-from preprocess.shards.fingerprints import tokenizer_identity
-from preprocess.shards.job import ShardRecord, finished_records
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
 from vlmdata.format.manifest import differences
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from vlmdata.preprocess.run.claim import Part, directory_claim, named, parts_at_work
+from vlmdata.preprocess.run.closing import close_dataset
+from vlmdata.preprocess.run.dataset import RunResult
+from vlmdata.preprocess.run.directory import ShardPlan, read_identity, tidied
+from vlmdata.preprocess.run.version_closing import close_version
+from vlmdata.preprocess.run.versions import Newest, begun_version, read_version
+from vlmdata.preprocess.shards.fingerprints import tokenizer_identity
+from vlmdata.preprocess.shards.job import ShardRecord, finished_records
 from vlmdata.storage import Store, open_store
 from vlmdata.storage.versions import folder_of
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.encode import Encoder
-from preprocess.encode.lengths import LengthMeter, SampleLength
-from preprocess.encode.variants import with_variants
-from preprocess.recipes.base import Recipe, candidates_of, unexpected
-from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected
-from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.encode.lengths import LengthMeter, SampleLength
+from vlmdata.preprocess.encode.variants import with_variants
+from vlmdata.preprocess.recipes.base import Recipe, candidates_of, unexpected
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.sources.rows import Source
 
 #: Largest numbers of tokens of the classes of images in the report; the last has all others.
 _CLASSES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -6,22 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.encode.probe import require_usable
-from preprocess.engines.base import Engine, ShardWork, make_shards
-from preprocess.recipes.choice import image_root_of
-from preprocess.run.claim import Part
-from preprocess.run.directory import ShardPlan
-from preprocess.run.earlier_files import EarlierFiles
-from preprocess.run.versions import VersionInfo
-from preprocess.shards.counters import Counters
-from preprocess.shards.fingerprints import run_identity
-from preprocess.shards.job import ShardJob, ShardRecord, finished_records
-from preprocess.shards.kept_columns import require_columns
-from preprocess.sources.rows import Source
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import shard_name
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.encode.probe import require_usable
+from vlmdata.preprocess.engines.base import Engine, ShardWork, make_shards
+from vlmdata.preprocess.recipes.choice import image_root_of
+from vlmdata.preprocess.run.claim import Part
+from vlmdata.preprocess.run.directory import ShardPlan
+from vlmdata.preprocess.run.earlier_files import EarlierFiles
+from vlmdata.preprocess.run.versions import VersionInfo
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.fingerprints import run_identity
+from vlmdata.preprocess.shards.job import ShardJob, ShardRecord, finished_records
+from vlmdata.preprocess.shards.kept_columns import require_columns
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Lock, Store
 
 

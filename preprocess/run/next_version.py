@@ -7,18 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from preprocess.run.claim import Part, part_claim, whole_claim
-from preprocess.run.directory import ShardPlan, identity_of, prepare_place, resource_errors, some
-from preprocess.run.making import PartResult, Run, RunResult, Watcher
-from preprocess.run.repair import find_damage
-from preprocess.run.row_table import read_row_table
-from preprocess.run.version_closing import close_version, files_changed
-from preprocess.run.versions import Newest, VersionPlan, begin_version, differs_in_rows, plan_version
-from preprocess.shards.counters import Counters
-from preprocess.shards.fingerprints import identity_changes, refusal
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError
 from vlmdata.format.schema import PROGRESS_DIR
 from vlmdata.machine import available_cores
+from vlmdata.preprocess.run.claim import Part, part_claim, whole_claim
+from vlmdata.preprocess.run.directory import ShardPlan, identity_of, prepare_place, resource_errors, some
+from vlmdata.preprocess.run.making import PartResult, Run, RunResult, Watcher
+from vlmdata.preprocess.run.repair import find_damage
+from vlmdata.preprocess.run.row_table import read_row_table
+from vlmdata.preprocess.run.version_closing import close_version, files_changed
+from vlmdata.preprocess.run.versions import Newest, VersionPlan, begin_version, differs_in_rows, plan_version
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.fingerprints import identity_changes, refusal
 from vlmdata.storage import Lock, Store
 from vlmdata.storage.versions import folder_of
 

@@ -12,12 +12,6 @@ from dataclasses import dataclass, replace
 
 import pyarrow.parquet as pq
 
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.engines.base import Engine, ShardWork, make_shards
-from preprocess.run.closing import merged_image_files, merged_index, merged_ledger, saved_tokenizer
-from preprocess.run.row_table import rows_of_shards, write_row_table
-from preprocess.shards.counters import Counters
-from preprocess.shards.job import ShardJob, ShardRecord, progress_name
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index_row import index_table
 from vlmdata.format.ledger import read_ledger
@@ -33,6 +27,12 @@ from vlmdata.format.schema import (
     supported_features,
 )
 from vlmdata.format.tokenizer_files import STRAY, hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.engines.base import Engine, ShardWork, make_shards
+from vlmdata.preprocess.run.closing import merged_image_files, merged_index, merged_ledger, saved_tokenizer
+from vlmdata.preprocess.run.row_table import rows_of_shards, write_row_table
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.job import ShardJob, ShardRecord, progress_name
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 from vlmdata.storage.join_checks import shard_sizes

@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from preprocess.shards.job import progress_name
-from preprocess.shards.rows import ROWS_SUFFIX, SCHEMA, read_rows
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import PROGRESS_DIR, ROWS_NAME
+from vlmdata.preprocess.shards.job import progress_name
+from vlmdata.preprocess.shards.rows import ROWS_SUFFIX, SCHEMA, read_rows
 from vlmdata.storage import Store
 
 _OF_INDEX = b"index_sha256"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.encode.shorten import encode_shortened
-from preprocess.encode.variants import with_variants
-from preprocess.recipes.base import Candidate, Recipe, candidates_of
-from preprocess.reject import RowRejected
-from preprocess.row import Row
-from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.encode.shorten import encode_shortened
+from vlmdata.preprocess.encode.variants import with_variants
+from vlmdata.preprocess.recipes.base import Candidate, Recipe, candidates_of
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.wording import counted
 
 

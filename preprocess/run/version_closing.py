@@ -20,14 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from preprocess.recipes.image_files import ABSENT, FileVersions
-from preprocess.recipes.image_files import SCHEMA as FILES_SCHEMA
-from preprocess.run.closing import most_frequent, source_values
-from preprocess.run.row_table import read_row_table, rows_of_shards, write_row_table
-from preprocess.run.versions import Newest, VersionInfo, read_version
-from preprocess.shards.fingerprints import of_samples
-from preprocess.shards.job import FILES_SUFFIX, ShardRecord, progress_name
-from preprocess.shards.rows import sum_notes
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import index_schema
@@ -48,6 +40,14 @@ from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.shard import ABSENT as ABSENT_PLACE
 from vlmdata.format.source_columns import SourceTypes, columns_of, source_fields, values_of
 from vlmdata.format.writing import Hashing
+from vlmdata.preprocess.recipes.image_files import ABSENT, FileVersions
+from vlmdata.preprocess.recipes.image_files import SCHEMA as FILES_SCHEMA
+from vlmdata.preprocess.run.closing import most_frequent, source_values
+from vlmdata.preprocess.run.row_table import read_row_table, rows_of_shards, write_row_table
+from vlmdata.preprocess.run.versions import Newest, VersionInfo, read_version
+from vlmdata.preprocess.shards.fingerprints import of_samples
+from vlmdata.preprocess.shards.job import FILES_SUFFIX, ShardRecord, progress_name
+from vlmdata.preprocess.shards.rows import sum_notes
 from vlmdata.storage import Lock, Store
 from vlmdata.storage.linked import take_tokenizer
 from vlmdata.storage.versions import Version, folder_of, versions_to_json

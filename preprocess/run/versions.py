@@ -18,15 +18,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from preprocess.run.directory import clear_place, read_identity, read_manifest
-from preprocess.shards.job import RUN_FILE
-from preprocess.sources.holdout import SelectedRows
-from preprocess.sources.row_digests import DIGEST_BYTES, Digests, row_digests
-from preprocess.sources.rows import Source
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError
 from vlmdata.format.manifest import Manifest, canonical_hash
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.format.selection import rows_digest
+from vlmdata.preprocess.run.directory import clear_place, read_identity, read_manifest
+from vlmdata.preprocess.shards.job import RUN_FILE
+from vlmdata.preprocess.sources.holdout import SelectedRows
+from vlmdata.preprocess.sources.row_digests import DIGEST_BYTES, Digests, row_digests
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store
 from vlmdata.storage.linked import row_numbers
 from vlmdata.storage.versions import Version, folder_of, versions_in
@@ -44,7 +44,7 @@ _OF_ROWS = (
 #: Name of what a run records about the version that it makes.
 _VERSION = "version"
 #: Modules that processes import which read the rows.
-_PRELOADED = ("preprocess.engines.base",)
+_PRELOADED = ("vlmdata.preprocess.engines.base",)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.shards.job import RowOutcome, ShardRecord
 from vlmdata.format.manifest import ShardInfo
+from vlmdata.preprocess.shards.job import RowOutcome, ShardRecord
 from vlmdata.reasons import Reason
 
 _REASONS = tuple(Reason)

@@ -14,9 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from preprocess.config import PreprocessConfig, VideoConfig
-from preprocess.own_options import make_options
-from preprocess.registries import RECIPES
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families import family
 from vlmdata.format.manifest import differences
@@ -25,6 +22,9 @@ from vlmdata.format.tokenizer_info import TokenizerInfo, tokenizer_to_json
 from vlmdata.media.codecs import RAW, VIDEO, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.versions import decoder_versions, video_versions
+from vlmdata.preprocess.config import PreprocessConfig, VideoConfig
+from vlmdata.preprocess.own_options import make_options
+from vlmdata.preprocess.registries import RECIPES
 from vlmdata.registry import module_named, shown_name
 from vlmdata.version import __version__
 

@@ -18,25 +18,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from preprocess.config import Overlong, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, Document
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.encode.kept import kept_text
-from preprocess.encode.shorten import encode_shortened
-from preprocess.encode.variants import with_variants
-from preprocess.recipes.base import Candidate, Recipe, candidates_of, unexpected
-from preprocess.recipes.choice import media_for, other_form, recipe_for
-from preprocess.recipes.image_files import RecordedFile, write_files
-from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected
-from preprocess.row import Row
-from preprocess.shards.kept_columns import kept_values
-from preprocess.shards.read_ahead import rows_of
-from preprocess.shards.rows import ROWS_SUFFIX, RowRecord, write_rows
-from preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
-from preprocess.sources.row_digests import row_digest
-from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Rejection
@@ -44,6 +25,25 @@ from vlmdata.format.manifest import ShardInfo, Totals, differences, summed
 from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
 from vlmdata.format.shard import ShardWriter
 from vlmdata.format.tokenizer_info import TokenizerInfo
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from vlmdata.preprocess.config import Overlong, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, Document
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.encode.kept import kept_text
+from vlmdata.preprocess.encode.shorten import encode_shortened
+from vlmdata.preprocess.encode.variants import with_variants
+from vlmdata.preprocess.recipes.base import Candidate, Recipe, candidates_of, unexpected
+from vlmdata.preprocess.recipes.choice import media_for, other_form, recipe_for
+from vlmdata.preprocess.recipes.image_files import RecordedFile, write_files
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.shards.kept_columns import kept_values
+from vlmdata.preprocess.shards.read_ahead import rows_of
+from vlmdata.preprocess.shards.rows import ROWS_SUFFIX, RowRecord, write_rows
+from vlmdata.preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
+from vlmdata.preprocess.sources.row_digests import row_digest
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from preprocess.row import Row
-from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError, UsageError
 from vlmdata.format.source_columns import storable
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.rows import Source
 
 
 def kept_values(row: Row, names: Sequence[str]) -> dict[str, Any]:

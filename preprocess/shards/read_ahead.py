@@ -7,10 +7,10 @@ from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
-from preprocess.recipes.media import MediaLoader, Wanted
-from preprocess.reject import RowRejected
-from preprocess.row import Row
-from preprocess.sources.rows import Source
+from vlmdata.preprocess.recipes.media import MediaLoader, Wanted
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.reasons import Reason
 
 #: Rows that are read before their turn.

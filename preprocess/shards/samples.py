@@ -9,10 +9,6 @@ from typing import Any
 
 import xxhash
 
-from preprocess.config import PreprocessConfig, TrainTurns
-from preprocess.encode import EncodedSample, SampleItem
-from preprocess.encode.shorten import MAX_PIXELS, TURNS
-from preprocess.reject import RowRejected
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import (
@@ -28,6 +24,10 @@ from vlmdata.format.schema import BOX_IMAGES, KEPT, SHORTENED, VARIANT, sample_k
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
+from vlmdata.preprocess.config import PreprocessConfig, TrainTurns
+from vlmdata.preprocess.encode import EncodedSample, SampleItem
+from vlmdata.preprocess.encode.shorten import MAX_PIXELS, TURNS
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of
 
@@ -54,7 +54,7 @@ def write_sample(
 
     Args:
         encoded: The sample.
-        items: Its images and videos as stored (see :func:`preprocess.shards.samples.encoded_items`).
+        items: Its images and videos as stored (see :func:`vlmdata.preprocess.shards.samples.encoded_items`).
         row: Its source row.
         place: Its place in the list of the row.
         shard: Number of the shard.

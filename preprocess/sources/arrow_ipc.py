@@ -14,8 +14,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import xxhash
 
-from preprocess.sources.data_files import DataFile
-from preprocess.sources.parquet import Fragments, damaged
+from vlmdata.preprocess.sources.data_files import DataFile
+from vlmdata.preprocess.sources.parquet import Fragments, damaged
 
 _FILE_MAGIC = b"ARROW1\0\0"
 _CONTINUES = 0xFFFFFFFF

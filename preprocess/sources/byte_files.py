@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import BinaryIO
 
-from preprocess.sources.data_files import STREAM_BYTES, DataFile
-from preprocess.sources.kept import cache_dir
 from vlmdata.errors import ResourceError, SourceError
+from vlmdata.preprocess.sources.data_files import STREAM_BYTES, DataFile
+from vlmdata.preprocess.sources.kept import cache_dir
 
 _LEAST_SPACING = 8 << 20
 #: Largest number of restart points of a source. Each is a window of 32 KiB that is sent to workers.

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from preprocess.sources.byte_files import ByteFile, is_gzip, on_disk, restart_points, spacing_of
-from preprocess.sources.data_files import STREAM_BYTES, DataFile
-from preprocess.sources.identity import stream_digest
-from preprocess.sources.kept import array_from_text, array_to_text, kept
+from vlmdata.preprocess.sources.byte_files import ByteFile, is_gzip, on_disk, restart_points, spacing_of
+from vlmdata.preprocess.sources.data_files import STREAM_BYTES, DataFile
+from vlmdata.preprocess.sources.identity import stream_digest
+from vlmdata.preprocess.sources.kept import array_from_text, array_to_text, kept
 
 #: Smallest distance between two recorded places, in bytes of the (uncompressed) file.
 _BLOCK_BYTES = 1 << 20

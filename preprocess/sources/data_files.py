@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from preprocess.sources.web_object import Changed, WebVersion, look_up, read_range
 from vlmdata.attempts import FAILED, FINAL, AttemptsFailed, attempts
 from vlmdata.errors import SourceError
 from vlmdata.locations import file_system, is_url, is_web
+from vlmdata.preprocess.sources.web_object import Changed, WebVersion, look_up, read_range
 
 #: Bytes per request of a sequential reader of a remote object.
 STREAM_BYTES = 8 << 20

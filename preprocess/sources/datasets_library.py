@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.sources.data_files import DataFile, relative_name
-from preprocess.sources.identity import identify, mark_of
-from preprocess.sources.kinds import choose_split
-from preprocess.sources.rows import Source
-from preprocess.sources.tables import decode_json
 from vlmdata.errors import SourceError, with_causes
 from vlmdata.format.manifest import canonical_hash
+from vlmdata.preprocess.sources.data_files import DataFile, relative_name
+from vlmdata.preprocess.sources.identity import identify, mark_of
+from vlmdata.preprocess.sources.kinds import choose_split
+from vlmdata.preprocess.sources.rows import Source
+from vlmdata.preprocess.sources.tables import decode_json
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from preprocess.reject import RowRejected, excerpt
-from preprocess.sources.byte_files import ByteFile
-from preprocess.sources.counting import Counted, places_of
-from preprocess.sources.identity import stream_digest
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.sources.byte_files import ByteFile
+from vlmdata.preprocess.sources.counting import Counted, places_of
+from vlmdata.preprocess.sources.identity import stream_digest
 from vlmdata.reasons import Reason
 
 #: The csv module's default limit, 128 KiB, is too small for an image in base64.

@@ -8,10 +8,10 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from preprocess.sources.data_files import Listing
-from preprocess.sources.kinds import ENDINGS, Kind, choose_split, is_image, kind_of, listing, splits_by_name
 from vlmdata.errors import SourceError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.preprocess.sources.data_files import Listing
+from vlmdata.preprocess.sources.kinds import ENDINGS, Kind, choose_split, is_image, kind_of, listing, splits_by_name
 
 #: Files of other programs with the endings of data files.
 _NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")

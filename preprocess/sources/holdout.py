@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from preprocess.reject import RowRejected
-from preprocess.sources.rows import Rows, Source
-from preprocess.sources.webdataset import KEY_COLUMN
 from vlmdata.errors import ResourceError, SourceError
 from vlmdata.format.selection import SELECTION, rows_digest
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.sources.rows import Rows, Source
+from vlmdata.preprocess.sources.webdataset import KEY_COLUMN
 from vlmdata.wording import counted
 from vlmdata.workers import WorkersDied, in_workers
 

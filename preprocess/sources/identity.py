@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from preprocess.sources.data_files import STREAM_BYTES, DataFile
 from vlmdata.format.manifest import canonical_hash
+from vlmdata.preprocess.sources.data_files import STREAM_BYTES, DataFile
 
 #: With more files, one hash over their listing identifies them.
 LISTED_FILES = 256

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from platformdirs import user_cache_path
 
-from preprocess.sources.data_files import DataFile
 from vlmdata.format.atomic import write_atomically
 from vlmdata.format.manifest import canonical_hash
+from vlmdata.preprocess.sources.data_files import DataFile
 
 #: Sources with fewer bytes on disk are counted again, not cached.
 _LEAST_BYTES = 64 << 20

@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from preprocess.sources import datasets_library
-from preprocess.sources.byte_files import ByteFile
-from preprocess.sources.counting import Counted, count_records
-from preprocess.sources.data_files import (
+from vlmdata.errors import SourceError
+from vlmdata.format.manifest import canonical_hash
+from vlmdata.locations import is_url
+from vlmdata.preprocess.sources import datasets_library
+from vlmdata.preprocess.sources.byte_files import ByteFile
+from vlmdata.preprocess.sources.counting import Counted, count_records
+from vlmdata.preprocess.sources.data_files import (
     DataFile,
     at_addresses,
     beside,
@@ -24,18 +27,15 @@ from preprocess.sources.data_files import (
     relative_name,
     without_query,
 )
-from preprocess.sources.datasets_library import HubDataset
-from preprocess.sources.delimited import DelimitedFile
-from preprocess.sources.folder import FolderContent
-from preprocess.sources.identity import LISTED_FILES, METADATA, identify, mark_of
-from preprocess.sources.kinds import Kind, kind_of, the_kind
-from preprocess.sources.records import JsonLinesFile, RecordFile, RecordRows
-from preprocess.sources.rows import Rows, Source
-from preprocess.sources.tables import TABLES, TableRows
-from preprocess.sources.webdataset import INDEX_ENDING, TarFile, TarIndex
-from vlmdata.errors import SourceError
-from vlmdata.format.manifest import canonical_hash
-from vlmdata.locations import is_url
+from vlmdata.preprocess.sources.datasets_library import HubDataset
+from vlmdata.preprocess.sources.delimited import DelimitedFile
+from vlmdata.preprocess.sources.folder import FolderContent
+from vlmdata.preprocess.sources.identity import LISTED_FILES, METADATA, identify, mark_of
+from vlmdata.preprocess.sources.kinds import Kind, kind_of, the_kind
+from vlmdata.preprocess.sources.records import JsonLinesFile, RecordFile, RecordRows
+from vlmdata.preprocess.sources.rows import Rows, Source
+from vlmdata.preprocess.sources.tables import TABLES, TableRows
+from vlmdata.preprocess.sources.webdataset import INDEX_ENDING, TarFile, TarIndex
 
 DEMO = "demo"
 DEMO_ROWS = 64
@@ -85,7 +85,7 @@ def open_source(
 
 
 def _demo(recipe: str, rows: int, on_row: Callable[[int], None] | None) -> Source:
-    from preprocess.demo import DEMO_VERSION, ensure_demo_dataset
+    from vlmdata.preprocess.demo import DEMO_VERSION, ensure_demo_dataset
 
     if recipe not in ("cord_v2", "chat"):
         raise SourceError(f"SOURCE demo: it has rows for the recipes cord_v2 and chat, not for {recipe}")

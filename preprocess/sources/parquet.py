@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from preprocess.sources.data_files import DataFile
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.sources.data_files import DataFile
 
 _TAIL = 64 << 10
 _MAGIC = b"PAR1"

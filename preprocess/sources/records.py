@@ -13,11 +13,11 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from preprocess import json_text
-from preprocess.reject import RowRejected, excerpt
-from preprocess.sources.byte_files import ByteFile
-from preprocess.sources.counting import Counted, Places, places_of
 from vlmdata.errors import SourceError
+from vlmdata.preprocess import json_text
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.sources.byte_files import ByteFile
+from vlmdata.preprocess.sources.counting import Counted, Places, places_of
 from vlmdata.reasons import Reason
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

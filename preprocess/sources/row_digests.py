@@ -1,7 +1,8 @@
 """Hashes of rows by content: what a later run compares to know which rows are new.
 
 Equal rows have equal hashes wherever they are in the source. Unlike the hash of a holdout
-(:mod:`preprocess.sources.holdout`), this one tells values apart that a recipe may tell apart, as ``1`` and ``1.0``.
+(:mod:`vlmdata.preprocess.sources.holdout`), this one tells values apart that a recipe may tell apart, as ``1`` and
+``1.0``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from preprocess.reject import RowRejected
-from preprocess.row import Row, Struct
-from preprocess.sources.rows import Source
 from vlmdata.errors import ResourceError
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row, Struct
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.workers import WorkersDied, in_workers
 
 #: Bytes of a hash.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from preprocess.row import Row
+from vlmdata.preprocess.row import Row
 
 
 class Rows(Protocol):

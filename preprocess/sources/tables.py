@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from preprocess.row import Struct
-from preprocess.sources.arrow_ipc import ArrowReader, count_arrow
-from preprocess.sources.data_files import DataFile
-from preprocess.sources.kept import kept
-from preprocess.sources.kinds import Kind
-from preprocess.sources.parquet import Fragments, ParquetReader, count_parquet
-from preprocess.sources.plain_columns import plain_features
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.row import Struct
+from vlmdata.preprocess.sources.arrow_ipc import ArrowReader, count_arrow
+from vlmdata.preprocess.sources.data_files import DataFile
+from vlmdata.preprocess.sources.kept import kept
+from vlmdata.preprocess.sources.kinds import Kind
+from vlmdata.preprocess.sources.parquet import Fragments, ParquetReader, count_parquet
+from vlmdata.preprocess.sources.plain_columns import plain_features
 
 #: Number of files whose fragments are counted in parallel.
 _THREADS = 32

@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from preprocess import json_text
-from preprocess.reject import RowRejected, excerpt
-from preprocess.sources.byte_files import ByteFile
-from preprocess.sources.counting import Counted, places_of
-from preprocess.sources.data_files import DataFile
-from preprocess.sources.kinds import IMAGE_ENDINGS
 from vlmdata.errors import SourceError
+from vlmdata.preprocess import json_text
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.sources.byte_files import ByteFile
+from vlmdata.preprocess.sources.counting import Counted, places_of
+from vlmdata.preprocess.sources.data_files import DataFile
+from vlmdata.preprocess.sources.kinds import IMAGE_ENDINGS
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from model.families import preset, spec_of
+from vlmdata.model.families import preset, spec_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts import their neighbours
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from benchmarks import train_peer
 from benchmarks.train_peer import PeerStep, largest, largest_batch, padded, peer_of
-from model.families import preset
-from model.training.settings.config_loading import load_config
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
 from tests.model.training.plain import plain_losses
 from vlmdata import open_dataset
+from vlmdata.model.families import preset
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.preprocess.config import ImageConfig
 
 
 @given(st.integers(0, 70), st.integers(1, 64), st.integers(1, 80))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
 #: Writes turns, images, tools and reasoning as the published template does. What it leaves out: parameters of tools.
 TEMPLATE = """

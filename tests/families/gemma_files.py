@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from preprocess.assets import EMBEDDED_TOKENIZER
 from tests.families.gemma_like import FAMILY, SIDE
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
 #: Gemma 3's own template.
 TEMPLATE = """{{ bos_token }}

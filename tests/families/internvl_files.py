@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from preprocess.assets import EMBEDDED_TOKENIZER
 from tests.families.reference import internvl_images
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
 #: Writes what the published template does: ChatML, each image as a placeholder on a line of its own.
 TEMPLATE = """

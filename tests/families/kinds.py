@@ -13,12 +13,12 @@ import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.config import ImageConfig
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from tests.conftest import encoded_image
 from tests.families import gemma4_files, internvl_files
 from tests.families.reference import TILE, TOKEN
 from vlmdata.media.decode import decode_image
+from vlmdata.preprocess.config import ImageConfig
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
 
 
 @dataclass(frozen=True)

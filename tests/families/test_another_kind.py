@@ -16,11 +16,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import vlmdata
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import ImageConfig, PreprocessConfig, SpecialText
-from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.encode.probe import require_usable
 from tests.chat_rows import mixed_rows, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.families.gemma_files import TEMPLATE, processor, write_tokenizer
@@ -34,6 +29,11 @@ from vlmdata.inspect.page.payload import sample_payload
 from vlmdata.inspect.sample import SpanKind, describe_sample, rebuild_image
 from vlmdata.inspect.serialise import to_jsonable
 from vlmdata.media.decode import decode_image
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, SpecialText
+from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.encode.probe import require_usable
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.sample import SampleRules, audit_sample
 

@@ -12,13 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vlmdata
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import Encoder, encode_image
-from preprocess.recipes.base import load_recipe
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.families.gemma4_files import processor, write_tokenizer
@@ -26,6 +19,13 @@ from tests.families.reference import TOKEN
 from vlmdata.errors import UsageError
 from vlmdata.families.gemma4 import BUDGETS, FAMILY
 from vlmdata.inspect import describe_dataset, describe_sample
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import Encoder, encode_image
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.verify.dataset import verify_dataset
 
 sides = st.integers(1, 10_000)

@@ -11,12 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vlmdata
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import Encoder
-from preprocess.encode.image import encode_image, image_tokens
-from preprocess.reject import RowRejected
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.families.internvl_files import write_tokenizer
@@ -27,6 +21,12 @@ from vlmdata.inspect.page.payload import sample_payload
 from vlmdata.inspect.sample import describe_sample, rebuild_image
 from vlmdata.media.decode import decode_image
 from vlmdata.media.resize import resize_image
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.encode.image import encode_image, image_tokens
+from vlmdata.preprocess.reject import RowRejected
 
 sides = st.integers(1, 5_000) | st.sampled_from([448, 896, 1_344, 1_792, 2_240])
 

@@ -15,16 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vlmdata
-from preprocess.chat.tokenizer import family_of, load_tokenizer
-from preprocess.config import PreprocessConfig, SpecialText, VideoConfig
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
-from preprocess.encode import Encoder
-from preprocess.recipes.base import load_recipe
-from preprocess.recode.run import OldDataset, recode_dataset
-from preprocess.reject import RowRejected
-from preprocess.retokenize.run import old_config, retokenize_dataset
-from preprocess.row import Row
-from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
 from tests.families.kinds import KINDS, PICTURES, Kind, conversations, of_the_processor, spoken, written_call
@@ -34,6 +24,16 @@ from vlmdata.errors import SourceError, UsageError
 from vlmdata.families import family
 from vlmdata.inspect.page.payload import sample_payload
 from vlmdata.inspect.sample import SpanKind, describe_sample, rebuild_image
+from vlmdata.preprocess.chat.tokenizer import family_of, load_tokenizer
+from vlmdata.preprocess.config import PreprocessConfig, SpecialText, VideoConfig
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recode.run import OldDataset, recode_dataset
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets

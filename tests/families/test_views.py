@@ -14,10 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vlmdata
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig
-from preprocess.conversation import Document, ImagePart, TextPart
-from preprocess.encode import EncodedSample, Encoder, encode_image
-from preprocess.encode.image import image_tokens
 from tests.chat_rows import mixed_rows, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.families.tiled import FAMILY, MOST, SIDE
@@ -28,6 +24,10 @@ from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.sample import SpanKind, describe_sample
 from vlmdata.media.decode import decode_image
 from vlmdata.media.resize import resize_image, resize_to_patches
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig
+from vlmdata.preprocess.conversation import Document, ImagePart, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder, encode_image
+from vlmdata.preprocess.encode.image import image_tokens
 from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.sample import SampleRules, audit_sample

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import vlmdata
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.recode.run import recode_dataset
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, SCHEMA_VERSION
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset

@@ -14,7 +14,6 @@ import pytest
 import webdataset as wds
 
 import vlmdata
-from preprocess.config import TrainTurns
 from tests.chat_rows import mixed_rows
 from tests.conftest import build_dataset, tree_bytes
 from tests.verify.rewriting import edit_manifest_json, rewrite_manifest, rewrite_sample, sha256
@@ -24,6 +23,7 @@ from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import INDEX_SCHEMA, index_schema
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, LOSS_WEIGHTS, MANIFEST_NAME
+from vlmdata.preprocess.config import TrainTurns
 from vlmdata.verify.dataset import verify_dataset
 
 #: By source row: weight of the sample, weights of its assistant turns.

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import xxhash
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import EMBEDDED, ImageConfig, PreprocessConfig, VideoConfig
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
-from preprocess.encode import EncodedSample, Encoder
 from tests.conftest import encoded_image
 from tests.loader.synthetic import DESCRIBED, describe
 from tests.media.video.clips import clip
@@ -19,6 +15,10 @@ from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import sample_key, shard_name
 from vlmdata.format.shard import EncodedItem, ShardWriter
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import EMBEDDED, ImageConfig, PreprocessConfig, VideoConfig
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
 
 
 def conversations() -> list[Conversation]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from preprocess.config import SpecialText
 from tests.chat_rows import build_mixed, image_item, turn, write_jsonl
 from tests.conftest import build_dataset
 from tests.documents import build_documents
@@ -20,6 +19,7 @@ from tests.inspect.raw import RawSample, read_samples
 from tests.list_recipe import build_lists
 from tests.preprocess.command_line import Ended
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.preprocess.config import SpecialText
 from vlmdata.storage.open import open_dataset
 
 #: Text that tries everything on whoever shows it.

@@ -17,12 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import BoxPart, Conversation, ImagePart, Message, TextPart
-from preprocess.encode import encode_image
-from preprocess.encode.grounding import with_grounding_as_text
-from preprocess.encode.sample import SampleItem
-from preprocess.grounding import Form
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.families.internvl_files import write_tokenizer
@@ -36,6 +30,12 @@ from vlmdata.families.qwen import GROUNDING, GROUNDING_OF_1000
 from vlmdata.inspect import describe_dataset, describe_sample
 from vlmdata.inspect.boxes import BoxDescription, Picture, boxes_of, pictures_of
 from vlmdata.inspect.sample import rebuild_image
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import BoxPart, Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import encode_image
+from vlmdata.preprocess.encode.grounding import with_grounding_as_text
+from vlmdata.preprocess.encode.sample import SampleItem
+from vlmdata.preprocess.grounding import Form
 from vlmdata.storage.open import open_dataset
 
 GROUNDED = [name for name in REGISTRY if family(name).grounding is not None]

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 
-from model.kernels.configurations import choose_configurations
 from tests.integrations.check import faults
 from tests.integrations.comparing import expected_losses, with_images
 from tests.integrations.tiny_models import MODELS, ONE_AXIS, family_of, inputs_of_sample, tiny_model
@@ -26,6 +25,7 @@ from vlmdata.integrations import attention, delta_net
 from vlmdata.integrations.check import Checked, Leak, check, check_data
 from vlmdata.integrations.supported import pixel_dtype
 from vlmdata.integrations.transformers import packed, packed_inputs, token_losses
+from vlmdata.model.kernels.configurations import choose_configurations
 
 #: Functions of transformers' delta nets that a package may replace.
 KERNELS = (

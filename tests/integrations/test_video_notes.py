@@ -12,9 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.config import PreprocessConfig, VideoConfig, VideoLayout, VideoSampler
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.loader.test_config import run as run  # the fixture
 from tests.media.video.clips import clip
@@ -23,6 +20,9 @@ from vlmdata.families.chat import VIDEO
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import KIND_FEATURES
 from vlmdata.integrations.videos import has_videos, processor_notes, served, video_notes
+from vlmdata.preprocess.config import PreprocessConfig, VideoConfig, VideoLayout, VideoSampler
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 
 PUBLISHED = {"shortest_edge": 4096, "longest_edge": 25_165_824}
 

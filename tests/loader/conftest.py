@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.helpers import forget_earlier_children, worker_pids
 from tests.loader.rows import chat_rows
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.preprocess.config import ImageConfig
 
 
 @pytest.fixture(scope="session")

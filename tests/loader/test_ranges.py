@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.helpers import assert_same, epoch_of, stream
@@ -25,6 +24,7 @@ from vlmdata.errors import ChangedDataError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, Reading
 from vlmdata.media.codecs import RAW, REGISTRY
+from vlmdata.preprocess.config import ImageConfig
 from vlmdata.storage import download as remote
 from vlmdata.storage.download import Extents, RemoteRanges
 from vlmdata.storage.open import fetched_as_chosen, open_for_loading

@@ -19,8 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vlmdata
-from preprocess.config import ImageConfig, PreprocessConfig, VideoConfig
-from preprocess.recode.run import recode_dataset
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
 from tests.format.as_earlier import as_earlier
@@ -37,6 +35,8 @@ from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
 from vlmdata.media import versions
 from vlmdata.media.codecs import IMAGE, REGISTRY, VIDEO, Item, ItemShape, Unsuitable, codec, decode_item
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, VideoConfig
+from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import vlmdata
-from preprocess.config import ImageConfig, PreprocessConfig
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
 from tests.loader.helpers import assert_same, epoch_of, stream, worker_pids
@@ -36,6 +35,7 @@ from vlmdata.format.schema import INDEX_NAME
 from vlmdata.inspect.query import sample_text
 from vlmdata.inspect.sample import SampleDescriber
 from vlmdata.media.codecs import IMAGE, MOST_FILE_PIXELS, RAW, REGISTRY, ItemShape, codec, decode_item
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.fault import remedies
 
@@ -321,7 +321,7 @@ class TestWithoutThePackage:
 
 
 def test_the_help_describes_every_codec() -> None:
-    from preprocess.cli.preprocess import preprocess
+    from vlmdata.preprocess.cli.preprocess import preprocess
 
     (option,) = get_type_hints(preprocess, include_extras=True)["pixels"].__metadata__
     assert all(f"`{name}`: {codec(name).summary}" in option.help for name in REGISTRY)

@@ -43,7 +43,7 @@ def one_process() -> Iterator[None]:
     groups wake up all the time, and the mode looks at every call of torch.
     """
     pytest.importorskip("megatron.core")
-    from model.parallel import cpu_mode, groups
+    from vlmdata.model.parallel import cpu_mode, groups
 
     torch.set_num_threads(1)
     for name in ("dcp_logger", "default"):  # torch logs each collective and each part of a checkpoint, for nobody
@@ -78,9 +78,9 @@ class Pair:
 @pytest.fixture(scope="package")
 def make_pair(one_process: None) -> Callable[..., Pair]:
     """Makes pairs; settings are those of :class:`ModelSettings`."""
-    from model.families import spec_of
-    from model.network.settings import ModelSettings
-    from model.weight_names.table import load_from_hf
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.weight_names.table import load_from_hf
 
     def make(*, family: str = "qwen3_5", moe: bool = False, tied: bool = False, mtp: int = 0, **settings: Any) -> Pair:
         own = {"mtp": mtp} if family == "qwen3_5" else {}

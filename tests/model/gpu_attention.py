@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model.architecture import VisionArchitecture
-from model.network.patch_geometry import PatchGeometry
 from tests.model.helpers import relative
+from vlmdata.model.architecture import VisionArchitecture
+from vlmdata.model.network.patch_geometry import PatchGeometry
 
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 #: Long images, short ones, and one of two frames.
@@ -29,10 +29,10 @@ def tower_attention() -> None:
     """All attention kernels of the tower against plain torch in float32, for the head widths of published sizes."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from model.network.megatron_config import vision_config
-    from model.network.settings import ModelSettings
-    from model.network.vision_attention import EngineAttention, FlashAttention
     from tests.model.gpu_models import architecture
+    from vlmdata.model.network.megatron_config import vision_config
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.network.vision_attention import EngineAttention, FlashAttention
 
     for width in (64, 72, 128):
         vision = VisionArchitecture(
@@ -54,7 +54,7 @@ def errors(
     attention: Callable[[Tensor, Tensor, PatchGeometry], Tensor], images: PatchGeometry, width: int
 ) -> dict[str, float]:
     """Relative errors of the output and of the gradients of queries, keys and values."""
-    from model.network.vision_attention import TorchAttention
+    from vlmdata.model.network.vision_attention import TorchAttention
 
     device = images.cu_seqlens.device
     generator = torch.Generator(device).manual_seed(0)

@@ -25,28 +25,29 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model.families.qwen3_5.spec import step_flops
-from model.parallel.environment import before_megatron
+from vlmdata.model.families.qwen3_5.spec import step_flops
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
 from megatron.core import dist_checkpointing, parallel_state
 
-from model.families.qwen3_5.build import build_model
-from model.network.settings import ModelSettings
-from model.parallel import cpu_mode, groups
-from model.training.checkpoints.checkpoint import Checkpoints
-from model.training.checkpoints.model_state import sharded_model
-from model.training.data import RankPlace
-from model.training.evaluation import Evaluator
-from model.training.optimizer.learner import Learner, build_learner, unwrapped
-from model.training.settings.config import TrainConfig
-from model.training.settings.config_loading import load_config
-from model.training.step import Stepper
 from tests.model.helpers import make_sample, pack, small_architecture
 from vlmdata.batch import PackedBatch
+from vlmdata.model.families.qwen3_5.build import build_model
+from vlmdata.model.network.settings import ModelSettings
+from vlmdata.model.parallel import cpu_mode, groups
+from vlmdata.model.training.checkpoints.checkpoint import Checkpoints
+from vlmdata.model.training.checkpoints.model_state import sharded_model
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.evaluation import Evaluator
+from vlmdata.model.training.optimizer.learner import Learner, build_learner, unwrapped
+from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.step import Stepper
 
-#: By name, the axes of :func:`model.parallel.groups.initialize` that take all processes; data parallelism is the rest.
+#: By name, the axes of :func:`vlmdata.model.parallel.groups.initialize` that take all processes; data parallelism is
+#: the rest.
 LAYOUTS: dict[str, tuple[str, ...]] = {"dp": (), "cp": ("context",), "tp": ("tensor",)}
 #: Kernels of a GPU may add in another order from run to run.
 TOLERANCE = 1e-3 if torch.cuda.is_available() else 0.0
@@ -61,7 +62,7 @@ class Trainee:
     """A small model in training; every rank its own packs, or its slices of the same ones.
 
     Args:
-        layout: Arguments of :func:`model.parallel.groups.initialize`.
+        layout: Arguments of :func:`vlmdata.model.parallel.groups.initialize`.
         out: The run's folder.
     """
 

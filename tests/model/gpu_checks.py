@@ -25,15 +25,10 @@ from typing import Any
 
 import torch
 
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron()
 
-from model.kernels.configurations import choose_configurations
-from model.network.megatron_config import vision_config
-from model.network.settings import ModelSettings
-from model.network.vision_attention import FlashAttention
-from model.parallel import groups
 from tests.model.gpu_experts import in_the_buffers, products_agree
 from tests.model.gpu_gradients import small_gradients, sums_optimizer
 from tests.model.gpu_kernels import KERNELS
@@ -42,6 +37,11 @@ from tests.model.gpu_lora import adapters_against_torch
 from tests.model.gpu_models import architecture, batch, run, videos, with_heads_of_64
 from tests.model.helpers import relative
 from vlmdata.batch import PackedBatch
+from vlmdata.model.kernels.configurations import choose_configurations
+from vlmdata.model.network.megatron_config import vision_config
+from vlmdata.model.network.settings import ModelSettings
+from vlmdata.model.network.vision_attention import FlashAttention
+from vlmdata.model.parallel import groups
 
 FACTOR = 4.0
 

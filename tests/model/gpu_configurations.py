@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.families.qwen3_5.delta_rule import gated_delta_rule
-from model.kernels.ahead import KernelsAhead
-from model.kernels.configurations import CANDIDATES, HOPPER, autotuners, choose_configurations
-from model.kernels.delta_rule import DeltaRule
-from model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
-from model.parallel.packed import PackIndex
+from vlmdata.model.families.qwen3_5.delta_rule import gated_delta_rule
+from vlmdata.model.kernels.ahead import KernelsAhead
+from vlmdata.model.kernels.configurations import CANDIDATES, HOPPER, autotuners, choose_configurations
+from vlmdata.model.kernels.delta_rule import DeltaRule
+from vlmdata.model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
+from vlmdata.model.parallel.packed import PackIndex
 
 DEVICE = torch.device("cuda", 0)
 #: Samples of one token, of whole chunks, of one token more, and long ones.

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch
 
-from model.network.grouped import lay_out_experts, weights_in_line
-from model.network.provider import transformer_engine_provider
 from tests.model.helpers import relative
+from vlmdata.model.network.grouped import lay_out_experts, weights_in_line
+from vlmdata.model.network.provider import transformer_engine_provider
 
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -45,7 +45,9 @@ def in_the_buffers() -> None:
     """Weights are in line in the buffers of either optimizer, and steps have Transformer Engine's gradients."""
     for distributed, overlap in ((False, False), (True, False), (True, True)):
         made = [_learner(distributed, overlap)]
-        with patch("model.training.optimizer.learner.lay_out_experts"):  # Transformer Engine multiplies one by one
+        with patch(
+            "vlmdata.model.training.optimizer.learner.lay_out_experts"
+        ):  # Transformer Engine multiplies one by one
             made.append(_learner(distributed, overlap))
         for layer in _grouped(made[0]):
             x = torch.zeros(1, layer.in_features, device=CUDA, dtype=torch.bfloat16)
@@ -61,12 +63,12 @@ def in_the_buffers() -> None:
 
 
 def _learner(distributed: bool, overlap: bool) -> Any:
-    from model.families.qwen3_5.build import build_model
-    from model.network.settings import ModelSettings
-    from model.parallel.groups import seed_all
-    from model.training.optimizer.learner import build_learner
-    from model.training.settings.config_loading import load_config
     from tests.model.gpu_models import architecture
+    from vlmdata.model.families.qwen3_5.build import build_model
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.parallel.groups import seed_all
+    from vlmdata.model.training.optimizer.learner import build_learner
+    from vlmdata.model.training.settings.config_loading import load_config
 
     seed_all(5)
     settings = ModelSettings(
@@ -85,8 +87,8 @@ def _grouped(made: Any) -> list[Any]:
 
 def _step(made: Any, seed: int) -> float:
     """Two passes and an update; the norm of the gradients."""
-    from model.training.step import run_passes
     from tests.model.gpu_models import batch
+    from vlmdata.model.training.step import run_passes
 
     (chunk,) = made.model
     chunk.zero_grad_buffer()
@@ -99,9 +101,9 @@ def _step(made: Any, seed: int) -> float:
 def _layer(experts: int, k: int, n: int) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from model.families.qwen3_5.build import language_config
-    from model.network.settings import ModelSettings
     from tests.model.gpu_models import architecture
+    from vlmdata.model.families.qwen3_5.build import language_config
+    from vlmdata.model.network.settings import ModelSettings
 
     config = language_config(architecture(True), ModelSettings(backend="transformer_engine", precision="bf16"))
     experts_of = transformer_engine_provider("flash-linear-attention").grouped_mlp_modules(True)

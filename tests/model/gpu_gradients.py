@@ -10,9 +10,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from model.training.optimizer.small_gradients import GradientBuffers
 from tests.model.training.optimizer.toy_gradients import FORMS, Kind, step, wrapped
 from tests.model.training.optimizer.two_passes import compare, divisor, learner, set_gradients
+from vlmdata.model.training.optimizer.small_gradients import GradientBuffers
 
 SHAPES = [(), (1,), (7,), (1024,), (6144,), (6144, 1, 4), (16, 128), (1536, 768), (1031,)]
 

@@ -20,7 +20,7 @@ CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 def fused_rotations() -> None:
     """Transformer Engine's rotary kernel with angles of our own against the plain rotation in float32."""
-    from model.network.attention import InterleavedMRoPE, _rotate_fused, rotate
+    from vlmdata.model.network.attention import InterleavedMRoPE, _rotate_fused, rotate
 
     generator = torch.Generator(CUDA).manual_seed(0)
     positions = torch.randint(0, 4000, (3, 1, 1000), device=CUDA, generator=generator)
@@ -40,9 +40,9 @@ def fused_rotations() -> None:
 
 def tower_rotation() -> None:
     """The tower's rotation with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
-    from model.kernels.rotation import SplitAndRotate
-    from model.kernels.shapes import TowerKernels
     from tests.model.kernels.rotation import compared
+    from vlmdata.model.kernels.rotation import SplitAndRotate
+    from vlmdata.model.kernels.shapes import TowerKernels
 
     # Rounding is that of the results: 2^-9 in bfloat16.
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
@@ -83,9 +83,9 @@ def nothing_compiled() -> Iterator[None]:
 
 def delta_net_kernels() -> None:
     """The kernels before the delta rule against plain torch in float64, and twice with the same bits."""
-    from model.kernels.delta_inputs import DeltaInputs
-    from model.kernels.short_convolution import DeltaHeads
     from tests.model.kernels.delta_inputs import compared, drawn, starts_of
+    from vlmdata.model.kernels.delta_inputs import DeltaInputs
+    from vlmdata.model.kernels.short_convolution import DeltaHeads
 
     bounds = [0, 1, 2, 5, 300, 301, 555, 1024, 1040]
     cases = [
@@ -111,9 +111,9 @@ def delta_net_kernels() -> None:
 
 def residual_norm() -> None:
     """The tower's residual stream against plain torch in float64, twice with the same bits, for all numbers of rows."""
-    from model.kernels.residual_norm import sum_and_norm, sum_with_bias
-    from model.kernels.shapes import TowerKernels
     from tests.model.kernels.residual_norm import INPUTS, compared
+    from vlmdata.model.kernels.residual_norm import sum_and_norm, sum_with_bias
+    from vlmdata.model.kernels.shapes import TowerKernels
 
     # Rounding is that of the results: 2^-9 in bfloat16.
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
@@ -143,9 +143,9 @@ def residual_norm() -> None:
 
 def biased_gelu() -> None:
     """GELU with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
-    from model.kernels.biased_gelu import gelu_with_bias
-    from model.kernels.shapes import TowerKernels
     from tests.model.kernels.biased_gelu import compared
+    from vlmdata.model.kernels.biased_gelu import gelu_with_bias
+    from vlmdata.model.kernels.shapes import TowerKernels
 
     # Rounding is that of the results: 2^-9 in bfloat16.
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
@@ -174,8 +174,8 @@ def biased_gelu() -> None:
 
 def attention_inputs() -> None:
     """The kernel before attention against plain torch in float64, and again with the same bits."""
-    from model.kernels.attention_inputs import AttentionHeads, AttentionInputs
     from tests.model.kernels.attention_inputs import compared, drawn
+    from vlmdata.model.kernels.attention_inputs import AttentionHeads, AttentionInputs
 
     # Groups, queries of a group, width, rotated columns: Qwen3.5, Qwen3-VL, six queries, narrow heads, no powers of 2.
     layouts = [(2, 4, 256, 64), (8, 2, 128, 128), (4, 6, 256, 64), (1, 8, 64, 32), (3, 1, 24, 12)]
@@ -199,8 +199,8 @@ def delta_rule() -> None:
     """Our call of flash-linear-attention's kernels against its own function."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    from model.kernels.delta_rule import DeltaRule
-    from model.parallel.packed import PackIndex
+    from vlmdata.model.kernels.delta_rule import DeltaRule
+    from vlmdata.model.parallel.packed import PackIndex
 
     bounds = np.array([0, 1, 65, 200, 1000, 1064, 2048])
     packed = PackIndex.of_boundaries(bounds, bounds, 1, 0).params(984, 1, 0, CUDA)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from model.families import spec_of
-from model.network.settings import ModelSettings
-from model.parallel import groups
-from model.weight_names.table import canonical_names
 from tests.model.gpu_models import CUDA, ENGINE, architecture, batch, run, sample, videos, with_weights
 from tests.model.helpers import pack, relative
 from vlmdata.batch import PackedBatch
+from vlmdata.model.families import spec_of
+from vlmdata.model.network.settings import ModelSettings
+from vlmdata.model.parallel import groups
+from vlmdata.model.weight_names.table import canonical_names
 
 
 def layout_against_one_gpu(
@@ -52,7 +52,7 @@ def sides_against_one_gpu(family: str = "qwen3_5", ahead: int = 1) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from model.parallel.separation import forget_separation
+    from vlmdata.model.parallel.separation import forget_separation
 
     wanted = architecture(family=family)
     texts = pack([sample(5, [], 600)], alignment=16, tail=64)
@@ -87,11 +87,11 @@ def side_of(wanted: Any, settings: ModelSettings, packs: list[PackedBatch], ahea
     """This side's model with its gradients, and the sum of its losses."""
     from types import SimpleNamespace
 
-    from model.network.vision_model import build_vision_model
-    from model.parallel.separation import separation
-    from model.training.settings.config_loading import load_config
-    from model.training.vision_side import VisionSide
     from vlmdata.loader.request.pack_request import PackImages
+    from vlmdata.model.network.vision_model import build_vision_model
+    from vlmdata.model.parallel.separation import separation
+    from vlmdata.model.training.settings.config_loading import load_config
+    from vlmdata.model.training.vision_side import VisionSide
     from vlmdata.packing.item_runs import ItemRuns
 
     sides = separation()

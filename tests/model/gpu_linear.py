@@ -27,10 +27,10 @@ def layers(dtype: torch.dtype, width: int, out: int) -> Iterator[tuple[str, Any,
     )
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-    from model.families.qwen3_5.build import language_config
-    from model.network.linear import ShortLinear, ShortNormLinear, with_short_way
-    from model.network.settings import ModelSettings
     from tests.model.gpu_models import architecture
+    from vlmdata.model.families.qwen3_5.build import language_config
+    from vlmdata.model.network.linear import ShortLinear, ShortNormLinear, with_short_way
+    from vlmdata.model.network.settings import ModelSettings
 
     settings = ModelSettings(backend="transformer_engine", precision="fp32" if dtype == torch.float32 else "bf16")
     config = language_config(architecture(), settings)
@@ -149,10 +149,10 @@ def whole_model_agrees() -> None:
     cuDNN's attention adds up gradients in another order each time. Where one repetition has the same bits, another need
     not.
     """
-    from model.families import spec_of
-    from model.network.linear import ShortLinear
-    from model.network.settings import ModelSettings
     from tests.model.gpu_models import architecture, batch, with_weights
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.network.linear import ShortLinear
+    from vlmdata.model.network.settings import ModelSettings
 
     for family, fused in itertools.product(("qwen3_5", "qwen3_vl"), (False, True)):
         wanted = architecture(family=family)

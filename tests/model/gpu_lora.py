@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from model.families import spec_of
-from model.lora.adapters import LinearAdapter
-from model.lora.attach import adapters_of, attach, fill, plan_of
-from model.lora.options import LoraOptions
-from model.network.grouped import lay_out_experts
-from model.network.quantized import held_by
-from model.network.settings import ModelSettings, Storage
 from tests.model.helpers import relative, values_of
 from vlmdata.batch import PackedBatch
+from vlmdata.model.families import spec_of
+from vlmdata.model.lora.adapters import LinearAdapter
+from vlmdata.model.lora.attach import adapters_of, attach, fill, plan_of
+from vlmdata.model.lora.options import LoraOptions
+from vlmdata.model.network.grouped import lay_out_experts
+from vlmdata.model.network.quantized import held_by
+from vlmdata.model.network.settings import ModelSettings, Storage
 
 #: The tower has adapters, too.
 OPTIONS = LoraOptions(rank=16, vision="lora", merger="lora")

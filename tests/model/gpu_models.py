@@ -8,13 +8,6 @@ from typing import Any
 
 import torch
 
-from model.architecture import MoeArchitecture, VisionArchitecture
-from model.families import spec_of
-from model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
-from model.families.qwen3_5.presets import pattern
-from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
-from model.network.settings import ModelSettings, vocabulary_rows
-from model.weight_names.table import canonical_names, load_from_hf
 from tests.model.helpers import (
     IMAGE,
     VIDEO,
@@ -26,6 +19,13 @@ from tests.model.helpers import (
     weights_of,
 )
 from vlmdata.batch import PackedBatch
+from vlmdata.model.architecture import MoeArchitecture, VisionArchitecture
+from vlmdata.model.families import spec_of
+from vlmdata.model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
+from vlmdata.model.families.qwen3_5.presets import pattern
+from vlmdata.model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
+from vlmdata.model.network.settings import ModelSettings, vocabulary_rows
+from vlmdata.model.weight_names.table import canonical_names, load_from_hf
 
 #: The CPU in the suite, which runs the checks of two GPUs on two of its processes (``parallel/test_gpu_checks.py``).
 CUDA = (

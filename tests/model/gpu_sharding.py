@@ -36,28 +36,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel.environment import before_megatron
 
 before_megatron(launch_order=False)
 
 from megatron.core import dist_checkpointing, parallel_state
 
-from model.families import preset, presets, spec_of
-from model.network.settings import vocabulary_rows
-from model.parallel import cpu_mode, groups
-from model.training.build import parameter_dtype
-from model.training.checkpoints.checkpoint import Checkpoints
-from model.training.data import RankPlace
-from model.training.optimizer import compact_adam
-from model.training.optimizer.compact_adam import CompactAdamW
-from model.training.optimizer.learner import build_learner, freeze
-from model.training.settings.config import TrainConfig
-from model.training.settings.config_loading import load_config
-from model.training.settings.model_settings import settings_of
-from model.training.step import Stepper, StepResult
-from model.weight_names.table import load_from_hf
 from tests.model.helpers import IMAGE, make_sample, pack, small_architecture, weights_of
 from vlmdata.batch import PackedBatch
+from vlmdata.model.families import preset, presets, spec_of
+from vlmdata.model.network.settings import vocabulary_rows
+from vlmdata.model.parallel import cpu_mode, groups
+from vlmdata.model.training.build import parameter_dtype
+from vlmdata.model.training.checkpoints.checkpoint import Checkpoints
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.optimizer import compact_adam
+from vlmdata.model.training.optimizer.compact_adam import CompactAdamW
+from vlmdata.model.training.optimizer.learner import build_learner, freeze
+from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.settings.model_settings import settings_of
+from vlmdata.model.training.step import Stepper, StepResult
+from vlmdata.model.weight_names.table import load_from_hf
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if CUDA else torch.device("cpu")

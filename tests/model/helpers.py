@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.architecture import MoeArchitecture, VisionArchitecture
-from model.families import architecture_to_hf, spec_of
-from model.families.qwen3_5.architecture import (
+from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
+from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.model.architecture import MoeArchitecture, VisionArchitecture
+from vlmdata.model.families import architecture_to_hf, spec_of
+from vlmdata.model.families.qwen3_5.architecture import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     Qwen35Architecture,
     Qwen35LanguageArchitecture,
 )
-from model.families.qwen3_5.presets import pattern
-from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
-from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
-from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.model.families.qwen3_5.presets import pattern
+from vlmdata.model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 248, 249
 
@@ -102,7 +102,7 @@ def unsharded(entry: Any, parts: list[torch.Tensor]) -> torch.Tensor:
 
 def weights_of(architecture: Any, **options: Any) -> dict[str, torch.Tensor]:
     """:func:`random_weights` for all tensors of a model; options are those of its name table."""
-    from model.weight_names.table import hf_names
+    from vlmdata.model.weight_names.table import hf_names
 
     shapes = hf_names(spec_of(architecture).parameter_maps(architecture, **options))
     return random_weights(shapes, plain_norms=architecture.family == "qwen3_vl")
@@ -110,8 +110,8 @@ def weights_of(architecture: Any, **options: Any) -> dict[str, torch.Tensor]:
 
 def values_of(model: Any, architecture: Any) -> dict[str, torch.Tensor]:
     """Hugging Face tensors of a whole model; of quantized weights, what they stand for."""
-    from model.network.quantized import value_of
-    from model.weight_names.table import canonical_names
+    from vlmdata.model.network.quantized import value_of
+    from vlmdata.model.weight_names.table import canonical_names
 
     maps = spec_of(architecture).parameter_maps(architecture)
     found: dict[str, torch.Tensor] = {}

@@ -37,7 +37,7 @@ class Case:
 
     Attributes:
         name: For messages.
-        groups: Arguments of :func:`model.parallel.groups.initialize`.
+        groups: Arguments of :func:`vlmdata.model.parallel.groups.initialize`.
         settings: Further arguments of :class:`ModelSettings`.
         model: Arguments of :func:`small_architecture`.
         vocab_size: Rows of the embedding table; the tokenizer's if None.
@@ -102,7 +102,7 @@ def architecture_of(case: Case, data: Path) -> Any:
 
 def settings_of(case: Case) -> Any:
     """The case's settings."""
-    from model.network.settings import ModelSettings
+    from vlmdata.model.network.settings import ModelSettings
 
     return ModelSettings(**{f"{name}_parallel": size for name, size in case.groups.items()}, **case.settings)
 
@@ -111,9 +111,9 @@ def build(case: Case, data: Path) -> Any:
     """This rank's part of the model, with weights that do not depend on the layout."""
     from megatron.core import parallel_state
 
-    from model.families import spec_of
-    from model.network.settings import vocabulary_rows
-    from model.weight_names.table import load_from_hf
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.network.settings import vocabulary_rows
+    from vlmdata.model.weight_names.table import load_from_hf
 
     architecture, settings = architecture_of(case, data), settings_of(case)
     spec = spec_of(architecture)
@@ -176,10 +176,10 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from model.training.optimizer.learner import TargetWeights, finalize_gradients
-    from model.training.optimizer.sharded_model import ShardedModel
-    from model.training.optimizer.small_gradients import GradientBuffers
-    from model.weight_names.table import canonical_names
+    from vlmdata.model.training.optimizer.learner import TargetWeights, finalize_gradients
+    from vlmdata.model.training.optimizer.sharded_model import ShardedModel
+    from vlmdata.model.training.optimizer.small_gradients import GradientBuffers
+    from vlmdata.model.weight_names.table import canonical_names
 
     model = build(case, data)
     weights = TargetWeights()
@@ -256,7 +256,7 @@ def _times(batch: PackedBatch, factor: float) -> PackedBatch:
 
 def run_case(case: Case, data: Path) -> StepOutcome:
     """:func:`train_step` in the case's groups, in every process."""
-    from model.parallel import groups
+    from vlmdata.model.parallel import groups
 
     groups.initialize(backend="gloo", **case.groups)
     return train_step(case, data)
@@ -279,9 +279,9 @@ def refusal_of_split_experts() -> str:
     """What is said where megatron-core's groups were made by its own defaults, with experts as tensor parallel."""
     from megatron.core import parallel_state
 
-    from model.families.qwen3_5.build import build_model
-    from model.network.settings import ModelSettings
-    from model.parallel import groups
+    from vlmdata.model.families.qwen3_5.build import build_model
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.parallel import groups
 
     groups.initialize(backend="gloo")
     parallel_state.destroy_model_parallel()
@@ -295,10 +295,10 @@ def refusal_of_split_experts() -> str:
 
 def fresh_tower(case: Case, data: Path) -> dict[str, torch.Tensor]:
     """This rank's weights of the vision tower as training begins; every process draws others."""
-    from model.families.qwen3_5.build import build_model
-    from model.parallel import groups
-    from model.training.optimizer.learner import build_learner
-    from model.training.settings.config_loading import load_config
+    from vlmdata.model.families.qwen3_5.build import build_model
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.training.optimizer.learner import build_learner
+    from vlmdata.model.training.settings.config_loading import load_config
 
     groups.initialize(backend="gloo", **case.groups)
     torch.manual_seed(dist.get_rank())  # as megatron-core's stream for cut layers is seeded, which fills them on CUDA
@@ -314,8 +314,8 @@ def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict
 
     A tied output layer on a stage of its own comes under its own name, and must equal the embedding's.
     """
-    from model.families import spec_of
-    from model.network.settings import vocabulary_rows
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.network.settings import vocabulary_rows
 
     architecture, size = architecture_of(case, data), case.groups.get("tensor", 1)
     rows = vocabulary_rows(architecture.language.vocab_size, size)
@@ -359,8 +359,8 @@ def save_checkpoint(case: Case, data: Path, folder: Path) -> dict[str, tuple[int
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    from model.parallel import groups
-    from model.weights.store import save_strategy
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.weights.store import save_strategy
 
     if case.groups:
         groups.initialize(backend="gloo", **case.groups)
@@ -401,7 +401,7 @@ def load_checkpoint(case: Case, data: Path, folder: Path) -> list[str]:
     """
     from megatron.core import dist_checkpointing
 
-    from model.parallel import groups
+    from vlmdata.model.parallel import groups
 
     if case.groups:
         groups.initialize(backend="gloo", **case.groups)

@@ -25,10 +25,10 @@ LATER = (
     "pydantic.fields",
     "pydantic.plugin._loader",
     "annotated_types",
-    "model.parallel.cpu_mode",
-    "model.parallel.groups",
-    "model.training.kernels",
-    "model.training.settings.config_loading",
+    "vlmdata.model.parallel.cpu_mode",
+    "vlmdata.model.parallel.groups",
+    "vlmdata.model.training.kernels",
+    "vlmdata.model.training.settings.config_loading",
     "vlmdata.families.qwen3_5",
     "vlmdata.families.qwen3_vl",
     "vlmdata.media.codecs.raw",
@@ -44,10 +44,10 @@ LATER = (
 )
 
 with loaded():
-    importlib.import_module("model.parallel.environment").before_megatron()
-    importlib.import_module("model.training.loop")
-    families = importlib.import_module("model.families")
-    for module in pkgutil.walk_packages(families.__path__, "model.families."):
+    importlib.import_module("vlmdata.model.parallel.environment").before_megatron()
+    importlib.import_module("vlmdata.model.training.loop")
+    families = importlib.import_module("vlmdata.model.families")
+    for module in pkgutil.walk_packages(families.__path__, "vlmdata.model.families."):
         importlib.import_module(module.name)
     for name in LATER:
         importlib.import_module(name)

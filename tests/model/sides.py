@@ -26,7 +26,7 @@ class SideCase:
     Attributes:
         vision: Processes of the tower.
         language: Processes of the language model.
-        groups: Further arguments of :func:`model.parallel.groups.initialize`.
+        groups: Further arguments of :func:`vlmdata.model.parallel.groups.initialize`.
         settings: Further arguments of :class:`ModelSettings`.
         model: Arguments of :func:`small_architecture`.
         ahead: ``parallel.vision_ahead``.
@@ -60,7 +60,7 @@ class SideCase:
 
 def run_sides(cases: Sequence[SideCase], data: Path) -> list[StepOutcome | None]:
     """:func:`side_step` for one case after another in the same processes; None for those that it does not need."""
-    from model.parallel import groups
+    from vlmdata.model.parallel import groups
 
     outcomes: list[StepOutcome | None] = []
     for case in cases:
@@ -82,12 +82,12 @@ def side_step(case: SideCase, data: Path) -> StepOutcome:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from model.parallel.separation import separation
-    from model.training.optimizer.learner import TargetWeights, finalize_gradients
-    from model.training.optimizer.small_gradients import GradientBuffers
-    from model.training.settings.config_loading import load_config
-    from model.training.vision_side import VisionSide
-    from model.weight_names.table import canonical_names
+    from vlmdata.model.parallel.separation import separation
+    from vlmdata.model.training.optimizer.learner import TargetWeights, finalize_gradients
+    from vlmdata.model.training.optimizer.small_gradients import GradientBuffers
+    from vlmdata.model.training.settings.config_loading import load_config
+    from vlmdata.model.training.vision_side import VisionSide
+    from vlmdata.model.weight_names.table import canonical_names
 
     sides = separation()
     assert sides is not None
@@ -140,7 +140,7 @@ def side_step(case: SideCase, data: Path) -> StepOutcome:
 
 def gradients_of_sides(case: SideCase, data: Path, outcomes: list[StepOutcome]) -> dict[str, torch.Tensor]:
     """Gradients of all parameters from the parts of both sides; replicas must agree."""
-    from model.families import spec_of
+    from vlmdata.model.families import spec_of
 
     language = [each for each in outcomes if not each.place["tower"]]
     whole = whole_gradients(case.alone, data, language)
@@ -159,10 +159,10 @@ def _build(case: SideCase, data: Path, tower: bool) -> Any:
     """This rank's part of the model, with weights that do not depend on the layout."""
     from megatron.core import parallel_state as state
 
-    from model.families import spec_of
-    from model.network.settings import ModelSettings, vocabulary_rows
-    from model.network.vision_model import build_vision_model
-    from model.weight_names.table import load_from_hf
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.network.settings import ModelSettings, vocabulary_rows
+    from vlmdata.model.network.vision_model import build_vision_model
+    from vlmdata.model.weight_names.table import load_from_hf
 
     sizes = {f"{name}_parallel": size for name, size in case.alone.groups.items()}
     vision = case.groups.get("vision_tensor", 1)
@@ -189,7 +189,7 @@ def _build(case: SideCase, data: Path, tower: bool) -> Any:
 
 def _loader(case: SideCase, data: Path) -> StreamingLoader:
     """The loader of this rank, with what its side needs and no more."""
-    from model.training.data import RankPlace
+    from vlmdata.model.training.data import RankPlace
 
     place = RankPlace.here()
     weighs = place.last_stage or case.model.get("moe")

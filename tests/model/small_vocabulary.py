@@ -13,9 +13,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from preprocess.assets import EMBEDDED_TOKENIZER
 from tests.conftest import build_dataset
 from tests.loader.rows import WORDS
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
 #: Up to four tensor-parallel ranks add no rows to these.
 TOKENS = 512

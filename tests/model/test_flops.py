@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("megatron.core")
 
-from model.families import REGISTRY, preset, spec_of
-from model.families.qwen3_5.architecture import FULL_ATTENTION
-from model.families.qwen3_5.presets import PRESETS
-from model.families.qwen3_5.spec import step_flops
-from model.network.settings import ModelSettings
-from model.training.optimizer.learner import part_of
 from tests.model.helpers import mixed_samples, pack, small_architecture
+from vlmdata.model.families import REGISTRY, preset, spec_of
+from vlmdata.model.families.qwen3_5.architecture import FULL_ATTENTION
+from vlmdata.model.families.qwen3_5.presets import PRESETS
+from vlmdata.model.families.qwen3_5.spec import step_flops
+from vlmdata.model.network.settings import ModelSettings
+from vlmdata.model.training.optimizer.learner import part_of
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

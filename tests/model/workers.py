@@ -80,7 +80,7 @@ def meet_again(world: int | None = None) -> bool:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from model.parallel.separation import forget_separation
+    from vlmdata.model.parallel.separation import forget_separation
 
     forget_separation()
     parallel_state.destroy_model_parallel()
@@ -105,7 +105,7 @@ def _meet(world: int) -> bool:
 def _call(rank: int, world: int, meetings: str, task: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
     global _meetings, _rank, _all
     faulthandler.enable()
-    from model.parallel import cpu_mode
+    from vlmdata.model.parallel import cpu_mode
 
     _meetings, _rank, _all = meetings, rank, world
     try:

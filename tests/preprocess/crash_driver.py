@@ -19,12 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import preprocess.run.dataset
-import preprocess.shards.fingerprints
-import preprocess.shards.job
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.sources.open import open_source
+import vlmdata.preprocess.run.dataset
+import vlmdata.preprocess.shards.fingerprints
+import vlmdata.preprocess.shards.job
 from tests.conftest import tree_bytes
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.sources.open import open_source
 
 _EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
@@ -102,15 +102,17 @@ def main(out: Path, spec: str) -> None:
     config = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=2)
     source = open_source(spec)
     # Loaded and looked up once, for all the runs to come.
-    load = cache(preprocess.run.making.load_tokenizer)
-    preprocess.run.making.load_tokenizer = preprocess.shards.job.load_tokenizer = load
-    preprocess.shards.fingerprints.version = cache(preprocess.shards.fingerprints.version)
+    load = cache(vlmdata.preprocess.run.making.load_tokenizer)
+    vlmdata.preprocess.run.making.load_tokenizer = vlmdata.preprocess.shards.job.load_tokenizer = load
+    vlmdata.preprocess.shards.fingerprints.version = cache(vlmdata.preprocess.shards.fingerprints.version)
 
     def run() -> None:
-        preprocess.run.dataset.preprocess_dataset(source, out, config)
+        vlmdata.preprocess.run.dataset.preprocess_dataset(source, out, config)
 
     run()
-    preprocess.run.making.require_usable = lambda tokenizer, config: None  # just tried; it takes as long as a shard
+    vlmdata.preprocess.run.making.require_usable = lambda tokenizer, config: (
+        None
+    )  # just tried; it takes as long as a shard
     print(*die_at_each_step(run, out, tree_bytes(out), soon=11))
 
 

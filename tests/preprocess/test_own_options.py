@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.conversation import Conversation, Message, TextPart
-from preprocess.own_options import NoOptions, declared_options, make_options
-from preprocess.recipes.base import load_recipe
-from preprocess.registries import RECIPES
-from preprocess.row import Row
 from tests.preprocess.command_line import TOKENIZER, Ended
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import Manifest
+from vlmdata.preprocess.conversation import Conversation, Message, TextPart
+from vlmdata.preprocess.own_options import NoOptions, declared_options, make_options
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.registries import RECIPES
+from vlmdata.preprocess.row import Row
 from vlmdata.registry import Registry, not_callable
 
 

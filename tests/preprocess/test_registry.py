@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.engines.base import load_engine
-from preprocess.recipes.base import load_recipe
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.engines.base import load_engine
+from vlmdata.preprocess.recipes.base import load_recipe
 from vlmdata.registry import Registry, not_callable
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import cord_row, write_cord_parquet
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 
 NAME = "tests.select.conftest:Languages"
 
@@ -20,7 +20,7 @@ class Languages:
     """Questions and answers, with the columns of the row that are given."""
 
     def __call__(self, row: Any) -> Any:
-        from preprocess.conversation import Conversation, Message, TextPart
+        from vlmdata.preprocess.conversation import Conversation, Message, TextPart
 
         turns = (Message("user", (TextPart("What?"),)), Message("assistant", (TextPart(row.values["answer"]),)))
         return Conversation(turns, columns={k: v for k, v in row.values.items() if k != "answer" and v is not None})

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import TrainTurns
 from tests.chat_rows import image_item, mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset
 from tests.documents import build_documents
 from tests.list_recipe import build_lists
 from tests.weighted import build_weighted, with_weights
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.preprocess.config import TrainTurns
 from vlmdata.select.choice import Choice, Keys, choose
 from vlmdata.select.compare import compare
 from vlmdata.select.dataset import select_dataset

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from preprocess.recode.run import recode_dataset
 from tests.format.as_earlier import as_earlier
 from tests.preprocess.command_line import Ended
 from tests.select.conftest import languages, receipts
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.select.compare import ChangedSample, DatasetComparison, compare
 
 

@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.config import TrainTurns
-from preprocess.recode.run import recode_dataset
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import build_dataset
 from tests.format.as_earlier import as_earlier
@@ -29,6 +27,8 @@ from vlmdata.errors import ChangedDataError, ConfigMismatchError, DatasetFormatE
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect.sample import describe_sample
+from vlmdata.preprocess.config import TrainTurns
+from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.select.choice import Choice, Keys, choose, in_share
 from vlmdata.select.compare import compare
 from vlmdata.select.dataset import SelectResult, select_dataset

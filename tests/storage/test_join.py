@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.recode.run import recode_dataset
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.holdout import hold_out
-from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.object_store import ObjectStore
 from tests.preprocess.command_line import Ended
@@ -23,6 +18,11 @@ from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceErro
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.sample import describe_sample
 from vlmdata.inspect.trace import describe_row
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.recode.run import recode_dataset
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.holdout import hold_out
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 from vlmdata.storage.folder import Folder
 from vlmdata.storage.join import join_datasets

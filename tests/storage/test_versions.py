@@ -11,7 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from preprocess.recode.run import recode_dataset
 from tests.changing_source import Team, row
 from tests.conftest import tree_bytes
 from vlmdata import open_dataset
@@ -19,6 +18,7 @@ from vlmdata.cli import diff, select, verify
 from vlmdata.cli.prune import prune as prune_command
 from vlmdata.errors import UsageError
 from vlmdata.inspect.dataset import describe_dataset
+from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.select.compare import compare
 from vlmdata.storage import open_store
 from vlmdata.storage.folder import Folder

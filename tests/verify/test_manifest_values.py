@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.holdout import hold_out
-from preprocess.sources.open import open_source
 from tests.chat_rows import mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.weighted import RECIPE, with_weights
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.holdout import hold_out
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset

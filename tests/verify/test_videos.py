@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig, VideoConfig
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image
 from tests.media.video.clips import clip
@@ -19,6 +16,9 @@ from vlmdata import open_dataset
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
 from vlmdata.inspect.sample import describe_sample
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, VideoConfig
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.verify.sample import SampleRules, audit_sample
 from vlmdata.verify.video import steps_of
 

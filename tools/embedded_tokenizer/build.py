@@ -25,8 +25,8 @@ from tokenizers import (
 )
 from tokenizers.models import BPE
 
-from preprocess.assets import EMBEDDED_TOKENIZER
 from tools.embedded_tokenizer.corpus import corpus
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
 # 6,144 in total with the 26 added tokens: an embedding table of that size splits evenly over the usual ranks.
 VOCABULARY_SIZE = 6_118

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from model.architecture import Architecture, LanguageArchitecture, require_multiple
+from vlmdata.model.architecture import Architecture, LanguageArchitecture, require_multiple
 
 #: Values of ``layer_types``, as transformers spells them.
 LINEAR_ATTENTION = "linear_attention"

@@ -1,7 +1,7 @@
 """Builds a Qwen3.5-VL from an architecture and settings.
 
-It adds to :mod:`model.network.megatron_config` what only Qwen3.5 has: the gated delta net and the output gate of
-attention. The process groups are those of :mod:`model.parallel.groups`.
+It adds to :mod:`vlmdata.model.network.megatron_config` what only Qwen3.5 has: the gated delta net and the output gate
+of attention. The process groups are those of :mod:`vlmdata.model.parallel.groups`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from model.families.qwen3_5.architecture import FULL_ATTENTION, LINEAR_ATTENTION, Qwen35Architecture
-from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet, Qwen35GatedDeltaNet, TorchGatedDeltaNet
-from model.families.qwen3_5.language import Qwen35Language
-from model.families.qwen3_5.model import Qwen35VL
-from model.families.qwen3_5.sizes import check
-from model.network import assembly, megatron_config
-from model.network.decoder_layer import first_linear, full_attention, layer_spec
-from model.network.provider import Provider, TorchProvider
-from model.network.settings import ModelSettings, SettingError
+from vlmdata.model.families.qwen3_5.architecture import FULL_ATTENTION, LINEAR_ATTENTION, Qwen35Architecture
+from vlmdata.model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet, Qwen35GatedDeltaNet, TorchGatedDeltaNet
+from vlmdata.model.families.qwen3_5.language import Qwen35Language
+from vlmdata.model.families.qwen3_5.model import Qwen35VL
+from vlmdata.model.families.qwen3_5.sizes import check
+from vlmdata.model.network import assembly, megatron_config
+from vlmdata.model.network.decoder_layer import first_linear, full_attention, layer_spec
+from vlmdata.model.network.provider import Provider, TorchProvider
+from vlmdata.model.network.settings import ModelSettings, SettingError
 
 
 def build_model(architecture: Qwen35Architecture, settings: ModelSettings, **stage: Any) -> Qwen35VL:
-    """Builds this rank's part of a model; see :class:`model.families.base.Build`."""
+    """Builds this rank's part of a model; see :class:`vlmdata.model.families.base.Build`."""
     check(settings, architecture)
     provider = assembly.provider_of(settings, "flash-linear-attention")
     if settings.backend == "transformer_engine":
@@ -96,7 +96,7 @@ def _prepare_kernels(architecture: Qwen35Architecture, tune: bool) -> None:
     """
     import triton  # only available with CUDA
 
-    from model.kernels.configurations import choose_configurations, miscompiled
+    from vlmdata.model.kernels.configurations import choose_configurations, miscompiled
 
     language, capability = architecture.language, torch.cuda.get_device_capability()
     widths = language.linear_key_head_dim, language.linear_value_head_dim

@@ -22,11 +22,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
-from model.network.awaited import await_weight
-from model.network.quantized import device_of
-from model.parallel.exchange import all_tokens_of_some_columns, some_tokens_of_all_columns, summed
-from model.parallel.packed import PackParams
+from vlmdata.model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
+from vlmdata.model.network.awaited import await_weight
+from vlmdata.model.network.quantized import device_of
+from vlmdata.model.parallel.exchange import all_tokens_of_some_columns, some_tokens_of_all_columns, summed
+from vlmdata.model.parallel.packed import PackParams
 
 
 class Qwen35GatedDeltaNet(GatedDeltaNet):
@@ -140,14 +140,14 @@ class PackedGatedDeltaNet(Qwen35GatedDeltaNet):
 
 
 class KernelGatedDeltaNet(PackedGatedDeltaNet):
-    """The same with Triton kernels of our own before the delta rule (:mod:`model.kernels.delta_inputs`) and after it.
+    """The same with Triton kernels of our own before the delta rule (:mod:`vlmdata.model.kernels.delta_inputs`) and after it.
 
     megatron-core has torch compile what is around its norms, and calls flash-linear-attention's convolution.
     """
 
     def _heads(self, projected: Tensor, pack: PackParams) -> tuple[Tensor, Tensor]:
-        from model.kernels.delta_inputs import DeltaInputs  # Triton is only available with CUDA
-        from model.kernels.short_convolution import DeltaHeads
+        from vlmdata.model.kernels.delta_inputs import DeltaInputs  # Triton is only available with CUDA
+        from vlmdata.model.kernels.short_convolution import DeltaHeads
 
         split = self.tp_size * self.cp_size
         query, key, value, gate, decay, beta = DeltaInputs.apply(
@@ -163,7 +163,7 @@ class KernelGatedDeltaNet(PackedGatedDeltaNet):
         return self._rule(query, key, value, decay, beta, pack), gate
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pack: PackParams) -> Tensor:
-        from model.kernels.delta_rule import DeltaRule  # flash-linear-attention needs CUDA
+        from vlmdata.model.kernels.delta_rule import DeltaRule  # flash-linear-attention needs CUDA
 
         bounds, chunks = pack.cu_seqlens_q_padded, pack.delta_chunks
         # With full recomputation, what is kept lives until the layer's own backward pass only.
@@ -173,7 +173,7 @@ class KernelGatedDeltaNet(PackedGatedDeltaNet):
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``Qwen3_5RMSNormGated`` in one pass, computed in float32. Tokens of the gate may be apart."""
-        from model.kernels.gated_norm import gated_norm  # Triton is only available with CUDA
+        from vlmdata.model.kernels.gated_norm import gated_norm  # Triton is only available with CUDA
 
         await_weight(self.out_norm)
         return gated_norm(x, gate, self.out_norm.weight, self.config.layernorm_epsilon)

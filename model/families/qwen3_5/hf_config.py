@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from model.families.hf_fields import Config, ConfigFormat
-from model.families.qwen3_5.architecture import (
+from vlmdata.model.families.hf_fields import Config, ConfigFormat
+from vlmdata.model.families.qwen3_5.architecture import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     Qwen35Architecture,

@@ -14,11 +14,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from model.families.qwen3_5.architecture import Qwen35Architecture
-from model.families.qwen3_5.mtp import MultiTokenPredictor
-from model.network.decoder import Decoder, HeadInputs
-from model.network.provider import Provider
-from model.network.targets import AttachLoss
+from vlmdata.model.families.qwen3_5.architecture import Qwen35Architecture
+from vlmdata.model.families.qwen3_5.mtp import MultiTokenPredictor
+from vlmdata.model.network.decoder import Decoder, HeadInputs
+from vlmdata.model.network.provider import Provider
+from vlmdata.model.network.targets import AttachLoss
 
 
 class Qwen35Language(Decoder):
@@ -31,7 +31,7 @@ class Qwen35Language(Decoder):
         provider: The back end.
         mtp_layer: Spec of the multi-token prediction layer; None to leave it out.
         mtp_loss_scale: Weight of its loss.
-        options: Further arguments of :class:`~model.network.decoder.Decoder`.
+        options: Further arguments of :class:`~vlmdata.model.network.decoder.Decoder`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Qwen3.5-VL: the whole model of :mod:`model.network.vision_language`, with multi-token prediction.
+"""Qwen3.5-VL: the whole model of :mod:`vlmdata.model.network.vision_language`, with multi-token prediction.
 
 Mirrors transformers' ``Qwen3_5Model`` and ``Qwen3_5ForConditionalGeneration``. The embeddings of the following tokens,
 which multi-token prediction needs on the last stage, go beside the hidden states.
@@ -12,19 +12,19 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from model.network.targets import TargetRows
-from model.network.vision_language import VisionLanguageModel
-from model.parallel.embedding_rows import ItemEmbeddings
-from model.parallel.exchange import all_gather_plain
-from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
+from vlmdata.model.network.targets import TargetRows
+from vlmdata.model.network.vision_language import VisionLanguageModel
+from vlmdata.model.parallel.embedding_rows import ItemEmbeddings
+from vlmdata.model.parallel.exchange import all_gather_plain
+from vlmdata.model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 
 
 class Qwen35VL(VisionLanguageModel):
     """``Qwen3_5ForConditionalGeneration``, or one pipeline stage of it; built by ``build.py``.
 
     Args:
-        args: See :class:`~model.network.vision_language.VisionLanguageModel`.
+        args: See :class:`~vlmdata.model.network.vision_language.VisionLanguageModel`.
         mtp: Whether multi-token prediction is trained.
     """
 

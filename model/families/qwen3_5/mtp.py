@@ -23,8 +23,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from model.network.provider import Provider
-from model.parallel.packed import PackParams
+from vlmdata.model.network.provider import Provider
+from vlmdata.model.parallel.packed import PackParams
 
 
 class MultiTokenPredictor(MegatronModule):

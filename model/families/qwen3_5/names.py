@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from model.families.hf_names import attention_layer, expert_of_whole, layer_maps, table
-from model.families.qwen3_5.architecture import LINEAR_ATTENTION, Qwen35Architecture, Qwen35LanguageArchitecture
-from model.weight_names.table import ParameterMap, Shape, joined, same
+from vlmdata.model.families.hf_names import attention_layer, expert_of_whole, layer_maps, table
+from vlmdata.model.families.qwen3_5.architecture import LINEAR_ATTENTION, Qwen35Architecture, Qwen35LanguageArchitecture
+from vlmdata.model.weight_names.table import ParameterMap, Shape, joined, same
 
 
 def parameter_maps(
@@ -22,7 +22,7 @@ def parameter_maps(
     vocab_rows: int | None = None,
     stored: Mapping[str, Shape] | None = None,
 ) -> dict[str, ParameterMap]:
-    """Returns the table of a model; see :class:`model.families.base.ParameterMaps`.
+    """Returns the table of a model; see :class:`vlmdata.model.families.base.ParameterMaps`.
 
     transformers stores all experts of a layer in one tensor (``experts.gate_up_proj``). Published checkpoints store the
     experts of some layers one by one (``experts.0.gate_proj.weight``). A layer whose experts ``stored`` lists one by

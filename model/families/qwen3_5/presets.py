@@ -5,15 +5,15 @@ docs/model.md gives the source of each number.
 
 from __future__ import annotations
 
-from model.architecture import MoeArchitecture, VisionArchitecture
-from model.families.qwen3_5.architecture import (
+from vlmdata.model.architecture import MoeArchitecture, VisionArchitecture
+from vlmdata.model.families.qwen3_5.architecture import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     Qwen35Architecture,
     Qwen35LanguageArchitecture,
 )
-from model.families.towers import LARGE, MEDIUM, SMALL_IDS, SMALL_VOCABULARY, TINY
-from model.families.towers import SMALL as SMALL_TOWER
+from vlmdata.model.families.towers import LARGE, MEDIUM, SMALL_IDS, SMALL_VOCABULARY, TINY
+from vlmdata.model.families.towers import SMALL as SMALL_TOWER
 
 #: Ids of the published tokenizer; the vocabulary has spare rows.
 PUBLISHED_VOCABULARY = 248_320

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from model.families.qwen3_5.architecture import Qwen35Architecture
-from model.network.settings import ModelSettings, SettingError, check_settings, require_divides
+from vlmdata.model.families.qwen3_5.architecture import Qwen35Architecture
+from vlmdata.model.network.settings import ModelSettings, SettingError, check_settings, require_divides
 
 
 def check(settings: ModelSettings, architecture: Qwen35Architecture) -> None:

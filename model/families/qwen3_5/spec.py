@@ -1,33 +1,33 @@
-"""The family's entry in :data:`model.families.REGISTRY`. Importing it needs no torch."""
+"""The family's entry in :data:`vlmdata.model.families.REGISTRY`. Importing it needs no torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from model import flops
-from model.families.base import ModelSpec, imported_when_called
-from model.families.processors import QWEN3_VL
-from model.families.qwen3_5.architecture import (
+from vlmdata.model import flops
+from vlmdata.model.families.base import ModelSpec, imported_when_called
+from vlmdata.model.families.processors import QWEN3_VL
+from vlmdata.model.families.qwen3_5.architecture import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     Qwen35Architecture,
     Qwen35LanguageArchitecture,
 )
-from model.families.qwen3_5.hf_config import FORMAT, from_hf, to_hf
-from model.families.qwen3_5.presets import PRESETS, SMALL
-from model.families.qwen3_5.sizes import check
-from model.kernels.shapes import AttentionShape, DecoderKernels, DeltaNetShape
-from model.network.settings import ModelSettings
+from vlmdata.model.families.qwen3_5.hf_config import FORMAT, from_hf, to_hf
+from vlmdata.model.families.qwen3_5.presets import PRESETS, SMALL
+from vlmdata.model.families.qwen3_5.sizes import check
+from vlmdata.model.kernels.shapes import AttentionShape, DecoderKernels, DeltaNetShape
+from vlmdata.model.network.settings import ModelSettings
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 
 def _build(architecture: Qwen35Architecture, settings: ModelSettings, **stage: bool) -> MegatronModule:
-    from model.kernels.hollow import import_flash_linear_attention
+    from vlmdata.model.kernels.hollow import import_flash_linear_attention
 
     import_flash_linear_attention()  # before megatron-core imports all of it
-    from model.families.qwen3_5.build import build_model
+    from vlmdata.model.families.qwen3_5.build import build_model
 
     return build_model(architecture, settings, **stage)
 
@@ -35,9 +35,9 @@ def _build(architecture: Qwen35Architecture, settings: ModelSettings, **stage: b
 def step_flops(
     model: Qwen35Architecture, mtp: bool = True, frozen: tuple[str, ...] = (), adapted: tuple[str, ...] = ()
 ) -> flops.StepFlops:
-    """Returns the FLOP coefficients of an architecture; see :class:`model.families.base.ModelSpec`.
+    """Returns the FLOP coefficients of an architecture; see :class:`vlmdata.model.families.base.ModelSpec`.
 
-    Terms in addition to those of :mod:`model.flops`, per sample of s true tokens, forward:
+    Terms in addition to those of :mod:`vlmdata.model.flops`, per sample of s true tokens, forward:
 
     - per token: the projections and the convolution of gated delta nets, and the delta rule in its recurrent form
       (read, correct, write: 6 d_k d_v per value head);
@@ -117,7 +117,7 @@ SPEC = ModelSpec[Qwen35Architecture](
     step_flops=step_flops,
     check=check,
     build=_build,
-    parameter_maps=imported_when_called("model.families.qwen3_5.names", "parameter_maps"),
+    parameter_maps=imported_when_called("vlmdata.model.families.qwen3_5.names", "parameter_maps"),
     processor=QWEN3_VL,
     kernels=decoder_kernels,
 )

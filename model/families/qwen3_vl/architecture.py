@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from model.architecture import Architecture, LanguageArchitecture
+from vlmdata.model.architecture import Architecture, LanguageArchitecture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from model.families.hf_fields import ConfigFormat
-from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
+from vlmdata.model.families.hf_fields import ConfigFormat
+from vlmdata.model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
 
 FORMAT = ConfigFormat(
     dense="qwen3_vl",

@@ -1,4 +1,4 @@
-"""Qwen3-VL: the whole model of :mod:`model.network.vision_language`, with deepstack.
+"""Qwen3-VL: the whole model of :mod:`vlmdata.model.network.vision_language`, with deepstack.
 
 Mirrors transformers' ``Qwen3VLModel`` and ``Qwen3VLForConditionalGeneration``.
 
@@ -17,18 +17,18 @@ from typing import Any
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from model.network.vision_language import VisionLanguageModel
-from model.parallel.embedding_rows import ItemEmbeddings
-from model.parallel.item_blocks import ItemBlocks
-from model.parallel.packed import PackIndex, PackParams, to_device
 from vlmdata.batch import PackedBatch
+from vlmdata.model.network.vision_language import VisionLanguageModel
+from vlmdata.model.parallel.embedding_rows import ItemEmbeddings
+from vlmdata.model.parallel.item_blocks import ItemBlocks
+from vlmdata.model.parallel.packed import PackIndex, PackParams, to_device
 
 
 class Qwen3VL(VisionLanguageModel):
     """``Qwen3VLForConditionalGeneration``, or one pipeline stage of it; built by ``build.py``.
 
     Args:
-        args: See :class:`~model.network.vision_language.VisionLanguageModel`.
+        args: See :class:`~vlmdata.model.network.vision_language.VisionLanguageModel`.
         language_only: Whether there is no tower on any stage.
     """
 

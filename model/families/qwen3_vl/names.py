@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from model.families.hf_names import attention_layer, expert_of_whole, expert_shapes, table
-from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
-from model.weight_names.table import ParameterMap, Shape
+from vlmdata.model.families.hf_names import attention_layer, expert_of_whole, expert_shapes, table
+from vlmdata.model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
+from vlmdata.model.weight_names.table import ParameterMap, Shape
 
 
 def parameter_maps(
@@ -22,7 +22,7 @@ def parameter_maps(
     vocab_rows: int | None = None,
     stored: Mapping[str, Shape] | None = None,
 ) -> dict[str, ParameterMap]:
-    """Returns the table of a model; see :class:`model.families.base.ParameterMaps`.
+    """Returns the table of a model; see :class:`vlmdata.model.families.base.ParameterMaps`.
 
     ``mtp`` is ignored, since the family has no multi-token prediction. ``stored`` tells the layout of each layer's
     experts; None gives the layout in which checkpoints are written.

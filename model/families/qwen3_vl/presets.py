@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from model.architecture import MoeArchitecture, VisionArchitecture
-from model.families import towers
-from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
+from vlmdata.model.architecture import MoeArchitecture, VisionArchitecture
+from vlmdata.model.families import towers
+from vlmdata.model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
 
 #: Rows of the published embedding tables.
 PUBLISHED_VOCABULARY = 151_936

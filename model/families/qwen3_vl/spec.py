@@ -1,20 +1,20 @@
-"""The family's entry in :data:`model.families.REGISTRY`. Importing it needs no torch."""
+"""The family's entry in :data:`vlmdata.model.families.REGISTRY`. Importing it needs no torch."""
 
 from __future__ import annotations
 
-from model import flops
-from model.families.base import ModelSpec, imported_when_called
-from model.families.processors import QWEN3_VL
-from model.families.qwen3_vl.architecture import Qwen3VLArchitecture
-from model.families.qwen3_vl.hf_config import FORMAT, from_hf, to_hf
-from model.families.qwen3_vl.presets import PRESETS, SMALL
-from model.network.settings import check_settings
+from vlmdata.model import flops
+from vlmdata.model.families.base import ModelSpec, imported_when_called
+from vlmdata.model.families.processors import QWEN3_VL
+from vlmdata.model.families.qwen3_vl.architecture import Qwen3VLArchitecture
+from vlmdata.model.families.qwen3_vl.hf_config import FORMAT, from_hf, to_hf
+from vlmdata.model.families.qwen3_vl.presets import PRESETS, SMALL
+from vlmdata.model.network.settings import check_settings
 
 
 def step_flops(
     model: Qwen3VLArchitecture, mtp: bool = False, frozen: tuple[str, ...] = (), adapted: tuple[str, ...] = ()
 ) -> flops.StepFlops:
-    """Returns the FLOP coefficients of an architecture; see :class:`model.families.base.ModelSpec`.
+    """Returns the FLOP coefficients of an architecture; see :class:`vlmdata.model.families.base.ModelSpec`.
 
     All layers have full attention. Adding image features to hidden states is not counted, like other sums.
     """
@@ -32,7 +32,7 @@ SPEC = ModelSpec[Qwen3VLArchitecture](
     to_hf=to_hf,
     step_flops=step_flops,
     check=check_settings,
-    build=imported_when_called("model.families.qwen3_vl.build", "build_model"),
-    parameter_maps=imported_when_called("model.families.qwen3_vl.names", "parameter_maps"),
+    build=imported_when_called("vlmdata.model.families.qwen3_vl.build", "build_model"),
+    parameter_maps=imported_when_called("vlmdata.model.families.qwen3_vl.names", "parameter_maps"),
     processor=QWEN3_VL,
 )

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from torch import Tensor
 
-from model.lora.digest import counts, formatted, share
-from model.network.quantized import device_of, value_of
-from model.network.wrapping import is_of_wrapper
-from model.training.checkpoints.model_state import sharded_model
-from model.training.checkpoints.run_state import RunState
-from model.training.checkpoints.sharded_state import pieces_of
-from model.training.optimizer.learner import Learner, unwrapped
-from model.training.settings.config import ConfigError
-from model.weight_names.table import canonical_names
+from vlmdata.model.lora.digest import counts, formatted, share
+from vlmdata.model.network.quantized import device_of, value_of
+from vlmdata.model.network.wrapping import is_of_wrapper
+from vlmdata.model.training.checkpoints.model_state import sharded_model
+from vlmdata.model.training.checkpoints.run_state import RunState
+from vlmdata.model.training.checkpoints.sharded_state import pieces_of
+from vlmdata.model.training.optimizer.learner import Learner, unwrapped
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.weight_names.table import canonical_names
 
 
 def base_digest(learner: Learner) -> str:
-    """Returns the digest of a model's frozen weights (:mod:`model.lora.digest`). A collective."""
+    """Returns the digest of a model's frozen weights (:mod:`vlmdata.model.lora.digest`). A collective."""
     total = sum(share(name, values) for name, values in _frozen(learner) if counts(name))
     device = device_of(learner.model[0])
     # Halves, since their sums over all ranks must not overflow.

@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.training.processes.agreement import decided
 from vlmdata.errors import ResourceError
 from vlmdata.format.atomic import write_atomically
+from vlmdata.model.training.processes.agreement import decided
 
 _FILE = "best.json"
 

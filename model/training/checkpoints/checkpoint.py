@@ -24,16 +24,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
-from model.architecture import Architecture
-from model.families import architecture_to_hf
-from model.parallel.separation import separation
-from model.training.checkpoints.base import require_same_base
-from model.training.checkpoints.best import BestCheckpoint
-from model.training.checkpoints.folder import newest_in, put_aside, remove, remove_leftovers
-from model.training.checkpoints.learner_state import gather_weights, load_state, state_to_save
-from model.training.checkpoints.model_state import content, with_common_state_of
-from model.training.checkpoints.random_state import restore_random_state, write_random_state
-from model.training.checkpoints.run_state import (
+from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import architecture_to_hf
+from vlmdata.model.parallel.separation import separation
+from vlmdata.model.training.checkpoints.base import require_same_base
+from vlmdata.model.training.checkpoints.best import BestCheckpoint
+from vlmdata.model.training.checkpoints.folder import newest_in, put_aside, remove, remove_leftovers
+from vlmdata.model.training.checkpoints.learner_state import gather_weights, load_state, state_to_save
+from vlmdata.model.training.checkpoints.model_state import content, with_common_state_of
+from vlmdata.model.training.checkpoints.random_state import restore_random_state, write_random_state
+from vlmdata.model.training.checkpoints.run_state import (
     RunState,
     changes_since,
     optimizer_form,
@@ -41,18 +42,17 @@ from model.training.checkpoints.run_state import (
     require_resumable,
     unsuitable,
 )
-from model.training.checkpoints.write_results import start_write_results
-from model.training.data import RankPlace
-from model.training.optimizer.learner import Learner
-from model.training.processes.agreement import decided, on_all_ranks, require_shared, together
-from model.training.processes.interruption import shielding_children
-from model.training.processes.run_lock import claim
-from model.training.settings.config import ConfigError, TrainConfig
-from model.weights.checksums import require_sound, without_checksum, write_checksums
-from model.weights.output import described, refusal_of
-from model.weights.places import checkpoints_in
-from model.weights.store import save_strategy
-from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.model.training.checkpoints.write_results import start_write_results
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.optimizer.learner import Learner
+from vlmdata.model.training.processes.agreement import decided, on_all_ranks, require_shared, together
+from vlmdata.model.training.processes.interruption import shielding_children
+from vlmdata.model.training.processes.run_lock import claim
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig
+from vlmdata.model.weights.checksums import require_sound, without_checksum, write_checksums
+from vlmdata.model.weights.output import described, refusal_of
+from vlmdata.model.weights.places import checkpoints_in
+from vlmdata.model.weights.store import save_strategy
 
 
 class Checkpoints:
@@ -65,7 +65,7 @@ class Checkpoints:
         self._pending: Path | None = None
         self._checksums: Thread | None = None
         self._size = 0
-        #: Digest of the frozen weights, with adapters (:mod:`model.training.checkpoints.base`).
+        #: Digest of the frozen weights, with adapters (:mod:`vlmdata.model.training.checkpoints.base`).
         self.base: str | None = None
         self.best = BestCheckpoint(self._folder)  # of the lowest evaluation loss
 

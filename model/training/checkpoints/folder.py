@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from model.weights.places import checkpoints_in
+from vlmdata.model.weights.places import checkpoints_in
 
 #: Patterns of folders that a killed run leaves: checkpoints half written, and half removed.
 _LEFTOVERS = (".step-*.tmp", ".step-*.removed")

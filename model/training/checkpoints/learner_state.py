@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
-from model.training.checkpoints.model_state import content, sharded_model
-from model.training.checkpoints.run_state import RunState, form_of, keep_settings
-from model.training.checkpoints.sharded_state import loading_state, restore_steps, saved_state
-from model.training.optimizer.learner import Learner, unwrapped
+from vlmdata.model.training.checkpoints.model_state import content, sharded_model
+from vlmdata.model.training.checkpoints.run_state import RunState, form_of, keep_settings
+from vlmdata.model.training.checkpoints.sharded_state import loading_state, restore_steps, saved_state
+from vlmdata.model.training.optimizer.learner import Learner, unwrapped
 
 
 def state_to_save(learner: Learner) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import Adam, ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from model.architecture import Architecture
-from model.families import architecture_to_hf
-from model.training.optimizer.learner import Learner
-from model.training.settings.config import DECIDE_WHAT_IS_TRAINED, ConfigError, TrainConfig, config_differences
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import architecture_to_hf
+from vlmdata.model.training.optimizer.learner import Learner
+from vlmdata.model.training.settings.config import DECIDE_WHAT_IS_TRAINED, ConfigError, TrainConfig, config_differences
 
 #: Fields that identify a parameter group of an optimizer, independent of the run's settings.
 _GROUP = ("is_expert_parallel", "is_decoupled_lr", "wd_mult", "lr_mult")

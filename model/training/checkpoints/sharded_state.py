@@ -19,10 +19,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor, nn
 
-from model.parallel.sharding import ParameterRows, release_parameters
-from model.training.checkpoints.model_state import OPTIMIZER_FORMAT, sharded_model
-from model.training.optimizer.compact_adam import MOMENTS
-from model.training.optimizer.sharded_model import ShardedModel
+from vlmdata.model.parallel.sharding import ParameterRows, release_parameters
+from vlmdata.model.training.checkpoints.model_state import OPTIMIZER_FORMAT, sharded_model
+from vlmdata.model.training.optimizer.compact_adam import MOMENTS
+from vlmdata.model.training.optimizer.sharded_model import ShardedModel
 
 #: Prefixes of the keys of float32 weights that a run in bfloat16 has in addition, by the form of the optimizer's state.
 _FULL_WEIGHTS = {"distributed": "param", "plain": "fp32_param"}
@@ -46,7 +46,7 @@ class Piece:
 def pieces_of(model: ShardedModel, whole: bool = False) -> dict[str, Piece]:
     """Returns the places of this rank's rows in a checkpoint, by name of the parameter and a number.
 
-    ``whole`` is as in :func:`model.training.checkpoints.model_state.sharded_model`.
+    ``whole`` is as in :func:`vlmdata.model.training.checkpoints.model_state.sharded_model`.
     """
     by_storage = {}
     with _whole_without_memory(model.module) as stand_ins:
@@ -85,7 +85,7 @@ def loading_state(model: ShardedModel, optimizer: ChainedOptimizer, form: Mappin
     """Returns what a sharded run loads from a checkpoint of any layout; tensors are loaded in place.
 
     ``form`` is that of the checkpoint's optimizer state, see
-    :func:`model.training.checkpoints.run_state.optimizer_form`.
+    :func:`vlmdata.model.training.checkpoints.run_state.optimizer_form`.
     """
     pieces, parts = pieces_of(model), optimizer.chained_optimizers
     _begin_states(parts)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model.architecture import Architecture
-from model.training.checkpoints.base import base_digest
-from model.training.checkpoints.checkpoint import Checkpoints
-from model.training.checkpoints.run_state import changes_since
-from model.training.checkpoints.weights import find_weights, load_weights
-from model.training.data import RankPlace
-from model.training.optimizer.learner import Learner
-from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import StreamingLoader
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.training.checkpoints.base import base_digest
+from vlmdata.model.training.checkpoints.checkpoint import Checkpoints
+from vlmdata.model.training.checkpoints.run_state import changes_since
+from vlmdata.model.training.checkpoints.weights import find_weights, load_weights
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.optimizer.learner import Learner
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig
 
 
 def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> tuple[Path | None, Path | None]:

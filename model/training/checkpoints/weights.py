@@ -14,25 +14,25 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from model.architecture import Architecture
-from model.families import architecture_to_hf
-from model.network.quantized import assign, is_quantized
-from model.network.wrapping import is_of_wrapper
-from model.training.checkpoints.checkpoint import reason
-from model.training.checkpoints.model_state import sharded_model
-from model.training.checkpoints.run_state import predicts
-from model.training.checkpoints.sharded_state import pieces_of, sharded_weights
-from model.training.data import RankPlace
-from model.training.optimizer.learner import Learner, unwrapped
-from model.training.processes.agreement import by_leaders, decided, on_all_ranks
-from model.training.settings.config import NO_WEIGHTS, ConfigError, TrainConfig, config_differences
-from model.weights.adapter import adapted_in
-from model.weights.checksums import require_sound, without_checksum
-from model.weights.convert import read_architecture
-from model.weights.hf_files import HfTensors, WeightsError
-from model.weights.hf_load import fill_from_folder, holds_prediction
-from model.weights.places import checkpoints_in
 from vlmdata.errors import VlmdataError
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import architecture_to_hf
+from vlmdata.model.network.quantized import assign, is_quantized
+from vlmdata.model.network.wrapping import is_of_wrapper
+from vlmdata.model.training.checkpoints.checkpoint import reason
+from vlmdata.model.training.checkpoints.model_state import sharded_model
+from vlmdata.model.training.checkpoints.run_state import predicts
+from vlmdata.model.training.checkpoints.sharded_state import pieces_of, sharded_weights
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.optimizer.learner import Learner, unwrapped
+from vlmdata.model.training.processes.agreement import by_leaders, decided, on_all_ranks
+from vlmdata.model.training.settings.config import NO_WEIGHTS, ConfigError, TrainConfig, config_differences
+from vlmdata.model.weights.adapter import adapted_in
+from vlmdata.model.weights.checksums import require_sound, without_checksum
+from vlmdata.model.weights.convert import read_architecture
+from vlmdata.model.weights.hf_files import HfTensors, WeightsError
+from vlmdata.model.weights.hf_load import fill_from_folder, holds_prediction
+from vlmdata.model.weights.places import checkpoints_in
 
 #: Name prefix of multi-token prediction parameters.
 _PREDICTOR = "language.predictor."

@@ -10,7 +10,7 @@ import os
 import threading
 from multiprocessing.managers import SyncManager
 
-from model.training.processes.interruption import shielding_children
+from vlmdata.model.training.processes.interruption import shielding_children
 
 
 def start_write_results() -> None:

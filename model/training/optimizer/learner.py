@@ -12,16 +12,16 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from model.network.grouped import lay_out_experts
-from model.network.wrapping import sum_wrapper_gradients
-from model.parallel.separation import separation
-from model.training.optimizer.compact_adam import CompactAdamW
-from model.training.optimizer.sharded_model import ShardedModel
-from model.training.optimizer.small_gradients import GradientBuffers
-from model.training.optimizer.sums_optimizer import SumsOptimizer
-from model.training.optimizer.weight_copies import copy_weights_at_once
-from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import PackedBatch
+from vlmdata.model.network.grouped import lay_out_experts
+from vlmdata.model.network.wrapping import sum_wrapper_gradients
+from vlmdata.model.parallel.separation import separation
+from vlmdata.model.training.optimizer.compact_adam import CompactAdamW
+from vlmdata.model.training.optimizer.sharded_model import ShardedModel
+from vlmdata.model.training.optimizer.small_gradients import GradientBuffers
+from vlmdata.model.training.optimizer.sums_optimizer import SumsOptimizer
+from vlmdata.model.training.optimizer.weight_copies import copy_weights_at_once
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig
 
 
 @dataclass(frozen=True)

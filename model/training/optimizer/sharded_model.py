@@ -16,15 +16,15 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from model.parallel.sharding import ParameterRows, shard_parameters
+from vlmdata.model.parallel.sharding import ParameterRows, shard_parameters
 
 
 class ShardedModel(MegatronModule):
     """Shards a model, ``module``, and reduces its gradients. It computes in the dtype ``compute``.
 
     ``form`` is that of the optimizer's state in checkpoints: that of data parallelism on such a device
-    (:func:`model.training.checkpoints.run_state.optimizer_form`). ``held`` are all parameters, with the rows of this
-    rank. megatron-core reads attributes of ``ddp_config``.
+    (:func:`vlmdata.model.training.checkpoints.run_state.optimizer_form`). ``held`` are all parameters, with the rows of
+    this rank. megatron-core reads attributes of ``ddp_config``.
     """
 
     def __init__(self, model: Any, compute: torch.dtype, device: torch.device) -> None:

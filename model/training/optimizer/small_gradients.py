@@ -15,8 +15,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor, nn
 
-from model.network.grouped import take_companions
-from model.network.quantized import held_by
+from vlmdata.model.network.grouped import take_companions
+from vlmdata.model.network.quantized import held_by
 
 #: Bytes of a gradient's memory up to which it waits. A launch of its own costs a larger one nothing.
 LARGEST = 2**20

@@ -12,7 +12,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 
-from model.parallel.separation import Separation
+from vlmdata.model.parallel.separation import Separation
 
 try:
     from transformer_engine.pytorch import optimizers as _engine

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from model.training.processes.failure import OtherRankError, said_by_another, say, store_of_all
-from model.training.settings.config import ConfigError
 from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.model.training.processes.failure import OtherRankError, said_by_another, say, store_of_all
+from vlmdata.model.training.settings.config import ConfigError
 
 #: Seconds that a network file system may take to show one node what another node wrote.
 PATIENCE = 10.0

@@ -9,8 +9,8 @@ import socket
 from io import FileIO
 from pathlib import Path
 
-from model.training.settings.config import ConfigError
 from vlmdata.errors import ResourceError
+from vlmdata.model.training.settings.config import ConfigError
 
 
 def claim(folder: Path) -> FileIO:

@@ -19,10 +19,10 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from model.training.evaluation import Evaluation
-from model.training.settings.config import ConfigError, TrainConfig
-from model.training.step import StepResult, digest
 from vlmdata.errors import ResourceError
+from vlmdata.model.training.evaluation import Evaluation
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig
+from vlmdata.model.training.step import StepResult, digest
 
 #: What a run logs, as patterns in its folder.
 _LOGS = ("metrics.jsonl", "tensorboard", "profile", "not-finite-step-*.json")

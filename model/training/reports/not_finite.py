@@ -14,15 +14,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from model.training.checkpoints.checkpoint import Checkpoints
-from model.training.checkpoints.folder import step_of
-from model.training.data import RankPlace
-from model.training.processes.agreement import decided
-from model.training.processes.failure import NotFiniteError
-from model.training.reports.logs import RunLog
-from model.training.settings.config import TrainConfig
-from model.training.step import MicroBatch, StepResult, digest
 from vlmdata.errors import ResourceError
+from vlmdata.model.training.checkpoints.checkpoint import Checkpoints
+from vlmdata.model.training.checkpoints.folder import step_of
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.processes.agreement import decided
+from vlmdata.model.training.processes.failure import NotFiniteError
+from vlmdata.model.training.reports.logs import RunLog
+from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.model.training.step import MicroBatch, StepResult, digest
 from vlmdata.wording import counted
 
 #: Number of samples in the message; the file lists all.

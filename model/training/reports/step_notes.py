@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-from model.training.step import StepResult
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.media.codecs import RAW, codecs_of
+from vlmdata.model.training.step import StepResult
 
 #: Steps that are looked at together.
 _STEPS = 20

@@ -1,4 +1,4 @@
-"""Settings of a training run, in six groups. :mod:`model.training.settings.config_loading` reads and checks them."""
+"""Settings of a training run, in six groups. :mod:`vlmdata.model.training.settings.config_loading` reads and checks them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, get_type_hints
 
-from model.lora.options import LoraOptions
-from model.network.settings import ModelOptions
 from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
 from vlmdata.loader.config import DEFAULT_CAPACITY, Packing, Parallelism, Reading, Service
+from vlmdata.model.lora.options import LoraOptions
+from vlmdata.model.network.settings import ModelOptions
 
 #: The value of ``model.weights`` for random initial weights.
 NO_WEIGHTS = "none"
@@ -98,10 +98,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig(ModelOptions):
-    """The model, with the options of :class:`~model.network.settings.ModelOptions`.
+    """The model, with the options of :class:`~vlmdata.model.network.settings.ModelOptions`.
 
     Attributes:
-        preset: Name of a size in :func:`model.families.presets`; ignored with ``hf``.
+        preset: Name of a size in :func:`vlmdata.model.families.presets`; ignored with ``hf``.
         hf: Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built.
         ignore_config_fields: Unknown fields of that ``config.json`` to ignore, if harmless.
         weights: Folder of initial weights: a Hugging Face checkpoint, the output of ``vlmdata convert``, or a run's
@@ -154,7 +154,7 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The sizes by their names in :mod:`model.parallel`."""
+        """The sizes by their names in :mod:`vlmdata.model.parallel`."""
         language = {"tensor": self.tp, "context": self.cp, "pipeline": self.pp, "expert": self.ep}
         return language | {"vision": self.vision_gpus, "vision_tensor": self.vision_tp or 1}
 

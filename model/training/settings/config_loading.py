@@ -11,8 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from model.training.settings.config import NO_WEIGHTS, ConfigError, DataConfig, RunConfig, TrainConfig, flattened
-from model.training.settings.name_hints import meant
+from vlmdata.model.training.settings.config import (
+    NO_WEIGHTS,
+    ConfigError,
+    DataConfig,
+    RunConfig,
+    TrainConfig,
+    flattened,
+)
+from vlmdata.model.training.settings.name_hints import meant
 from vlmdata.wording import counted
 
 _LEAST = {

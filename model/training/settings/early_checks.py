@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.architecture import Architecture
-from model.families import preset, spec_of
-from model.network.settings import SettingError
-from model.parallel.layout import require_layout
-from model.training.settings.config import ConfigError, DataConfig, TrainConfig
-from model.training.settings.model_settings import in_the_runs_words, settings_of
 from vlmdata.families import family
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import JOINED
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.families import preset, spec_of
+from vlmdata.model.network.settings import SettingError
+from vlmdata.model.parallel.layout import require_layout
+from vlmdata.model.training.settings.config import ConfigError, DataConfig, TrainConfig
+from vlmdata.model.training.settings.model_settings import in_the_runs_words, settings_of
 from vlmdata.storage.versions import place_of_version
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from model.architecture import Architecture
-from model.network.settings import ModelOptions, ModelSettings, SettingError
-from model.training.settings.config import ConfigError, TrainConfig, flattened
+from vlmdata.model.architecture import Architecture
+from vlmdata.model.network.settings import ModelOptions, ModelSettings, SettingError
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig, flattened
 
 #: Fields of :class:`ModelSettings`, by their settings in a run's configuration: those that are equal, and the others.
 _EQUAL = {each.name: f"model.{each.name}" for each in dataclasses.fields(ModelOptions)} | {

@@ -6,6 +6,6 @@ roles, ``content``, ``images`` and ``videos`` put text and media in order (``col
 docs/recipes.md has the table of keys.
 """
 
-from preprocess.recipes.chat.recipe import Chat
+from vlmdata.preprocess.recipes.chat.recipe import Chat
 
 __all__ = ["Chat"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from preprocess.recipes.chat.tools import parse_json
-from preprocess.recipes.keys import filled
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.recipes.chat.tools import parse_json
+from vlmdata.preprocess.recipes.keys import filled
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted, with_article
 

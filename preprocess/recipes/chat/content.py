@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from preprocess.conversation import ContentPart, MediaPart, Role, TextPart
-from preprocess.recipes.chat import images as image_column
-from preprocess.recipes.chat import videos as video_column
-from preprocess.recipes.chat.images import RowImages
-from preprocess.recipes.chat.turns import RowTurn
-from preprocess.recipes.chat.videos import RowVideos
-from preprocess.recipes.keys import KeyLog, filled
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.conversation import ContentPart, MediaPart, Role, TextPart
+from vlmdata.preprocess.recipes.chat import images as image_column
+from vlmdata.preprocess.recipes.chat import videos as video_column
+from vlmdata.preprocess.recipes.chat.images import RowImages
+from vlmdata.preprocess.recipes.chat.turns import RowTurn
+from vlmdata.preprocess.recipes.chat.videos import RowVideos
+from vlmdata.preprocess.recipes.keys import KeyLog, filled
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 

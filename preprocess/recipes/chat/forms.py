@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from preprocess import json_text
-from preprocess.recipes.chat.tools import parse_json
-from preprocess.recipes.chat.turns import RowTurn, read_turn, text_turn
-from preprocess.recipes.keys import filled
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess import json_text
+from vlmdata.preprocess.recipes.chat.tools import parse_json
+from vlmdata.preprocess.recipes.chat.turns import RowTurn, read_turn, text_turn
+from vlmdata.preprocess.recipes.keys import filled
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 
 #: Columns that hold a list of turns.

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from preprocess.conversation import ImagePart
-from preprocess.recipes.chat.column import ColumnKind, FileColumn
-from preprocess.recipes.chat.tools import json_or_text
-from preprocess.recipes.keys import KeyLog
-from preprocess.recipes.media import MediaLoader, place_with_file
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.conversation import ImagePart
+from vlmdata.preprocess.recipes.chat.column import ColumnKind, FileColumn
+from vlmdata.preprocess.recipes.chat.tools import json_or_text
+from vlmdata.preprocess.recipes.keys import KeyLog
+from vlmdata.preprocess.recipes.media import MediaLoader, place_with_file
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 
 IMAGE_COLUMN = ColumnKind(

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from preprocess.conversation import ContentPart, Message, TextPart
-from preprocess.grounding import BoxPart, Form, LabelPart, PointPart, Unit, coordinates_fault
-from preprocess.recipes.chat.tools import parse_json
-from preprocess.recipes.keys import KeyLog, is_empty
-from preprocess.recipes.polygons import Polygons, box_around
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.conversation import ContentPart, Message, TextPart
+from vlmdata.preprocess.grounding import BoxPart, Form, LabelPart, PointPart, Unit, coordinates_fault
+from vlmdata.preprocess.recipes.chat.tools import parse_json
+from vlmdata.preprocess.recipes.keys import KeyLog, is_empty
+from vlmdata.preprocess.recipes.polygons import Polygons, box_around
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 

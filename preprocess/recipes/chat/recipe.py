@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.chat.content import ContentOptions, ContentReader
-from preprocess.recipes.chat.forms import fits, read_form
-from preprocess.recipes.chat.images import RowImages
-from preprocess.recipes.chat.objects import COLUMN as OBJECTS
-from preprocess.recipes.chat.objects import BoxForm, with_objects
-from preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
-from preprocess.recipes.chat.tools import read_arguments, read_calls, read_tools
-from preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, RowTurn
-from preprocess.recipes.chat.videos import RowVideos
-from preprocess.recipes.chat.weights import row_weight, turn_weight
-from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
-from preprocess.recipes.media import MediaLoader
-from preprocess.recipes.polygons import Polygons
-from preprocess.reject import RowRejected, excerpt
-from preprocess.row import Row
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.recipes.chat.content import ContentOptions, ContentReader
+from vlmdata.preprocess.recipes.chat.forms import fits, read_form
+from vlmdata.preprocess.recipes.chat.images import RowImages
+from vlmdata.preprocess.recipes.chat.objects import COLUMN as OBJECTS
+from vlmdata.preprocess.recipes.chat.objects import BoxForm, with_objects
+from vlmdata.preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
+from vlmdata.preprocess.recipes.chat.tools import read_arguments, read_calls, read_tools
+from vlmdata.preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, RowTurn
+from vlmdata.preprocess.recipes.chat.videos import RowVideos
+from vlmdata.preprocess.recipes.chat.weights import row_weight, turn_weight
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.recipes.polygons import Polygons
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 

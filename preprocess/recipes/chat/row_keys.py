@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from preprocess.conversation import Message
-from preprocess.recipes.chat.images import BOUND_KEYS
-from preprocess.recipes.chat.tools import ARGUMENTS
-from preprocess.recipes.chat.weights import ROW_WEIGHTS
-from preprocess.recipes.keys import is_empty
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.conversation import Message
+from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
+from vlmdata.preprocess.recipes.chat.tools import ARGUMENTS
+from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS
+from vlmdata.preprocess.recipes.keys import is_empty
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 
 #: Columns that are read with every form of turns.

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from preprocess import json_text
-from preprocess.conversation import arguments_fault
-from preprocess.recipes.keys import KeyLog, is_empty
-from preprocess.reject import RowRejected, excerpt
-from preprocess.row import Struct
+from vlmdata.preprocess import json_text
+from vlmdata.preprocess.conversation import arguments_fault
+from vlmdata.preprocess.recipes.keys import KeyLog, is_empty
+from vlmdata.preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.row import Struct
 from vlmdata.reasons import Reason
 
 _CALL_KEYS = frozenset({"id", "type", "function", "name", "arguments"})

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from preprocess.conversation import ROLES, Role
-from preprocess.recipes.chat.tools import parse_json
-from preprocess.recipes.chat.weights import TURN_WEIGHTS
-from preprocess.recipes.keys import filled
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.conversation import ROLES, Role
+from vlmdata.preprocess.recipes.chat.tools import parse_json
+from vlmdata.preprocess.recipes.chat.weights import TURN_WEIGHTS
+from vlmdata.preprocess.recipes.keys import filled
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from preprocess.conversation import VideoPart, timestamps_fault
-from preprocess.recipes.chat.column import ColumnKind, FileColumn
-from preprocess.recipes.chat.images import BOUND_KEYS
-from preprocess.recipes.file_kinds import VIDEOS
-from preprocess.recipes.keys import KeyLog, filled
-from preprocess.recipes.media import MediaLoader, place_with_file
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.conversation import VideoPart, timestamps_fault
+from vlmdata.preprocess.recipes.chat.column import ColumnKind, FileColumn
+from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
+from vlmdata.preprocess.recipes.file_kinds import VIDEOS
+from vlmdata.preprocess.recipes.keys import KeyLog, filled
+from vlmdata.preprocess.recipes.media import MediaLoader, place_with_file
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 
 VIDEO_COLUMN = ColumnKind(

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from preprocess.conversation import Role
-from preprocess.recipes.chat.tools import json_or_text
-from preprocess.recipes.keys import filled
-from preprocess.reject import RowRejected, excerpt
+from vlmdata.preprocess.conversation import Role
+from vlmdata.preprocess.recipes.chat.tools import json_or_text
+from vlmdata.preprocess.recipes.keys import filled
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from model.families import REGISTRY, architecture_from_hf, model_spec, preset_costs, presets, spec_of
 from vlmdata.families import REGISTRY as DATA_FAMILIES
+from vlmdata.model.families import REGISTRY, architecture_from_hf, model_spec, preset_costs, presets, spec_of
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -32,7 +32,9 @@ def test_names_of_presets_are_unique() -> None:
 
 
 def test_the_registry_needs_no_torch() -> None:
-    program = "import sys\nsys.modules['torch'] = None\nimport model.families as f\nf.preset_costs(), f.preset('4b')"
+    program = (
+        "import sys\nsys.modules['torch'] = None\nimport vlmdata.model.families as f\nf.preset_costs(), f.preset('4b')"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from model.families import presets, spec_of
-from model.weight_names.table import ParameterMap, hf_names
 from tests.model.helpers import (
     as_in_memory,
     small_architecture,
@@ -18,6 +16,8 @@ from tests.model.helpers import (
     unsharded,
     weights_of,
 )
+from vlmdata.model.families import presets, spec_of
+from vlmdata.model.weight_names.table import ParameterMap, hf_names
 
 KINDS: dict[str, dict[str, Any]] = {
     f"{family} {kind}": {"family": family, **options}
@@ -43,8 +43,8 @@ def test_table_is_transformers_state_dict(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_table_is_our_models_parameters(kind: str, one_process: None) -> None:
-    from model.network.settings import ModelSettings
-    from model.weight_names.table import canonical_names
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.weight_names.table import canonical_names
 
     architecture = small_architecture(**KINDS[kind])
     model = spec_of(architecture).build(architecture, ModelSettings())
@@ -148,8 +148,8 @@ def with_few_modules(architecture: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_tables_of_all_sizes_are_our_models_parameters(name: str, one_process: None) -> None:
     """The same of ours, of the first eight layers and three experts: modules of all of them take a minute to make."""
-    from model.network.settings import ModelSettings
-    from model.weight_names.table import canonical_names
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.weight_names.table import canonical_names
 
     architecture = with_few_modules(presets()[name])
     with torch.device("meta"):

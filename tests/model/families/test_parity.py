@@ -83,7 +83,7 @@ def test_hidden_states_of_every_layer_and_logits(pair: Pair, samples: list[Sampl
 
 
 def test_losses_and_all_gradients(pair: Pair, samples: list[Sample], batch: PackedBatch) -> None:
-    from model.weight_names.table import canonical_names
+    from vlmdata.model.weight_names.table import canonical_names
 
     pair.ours.zero_grad()
     pair.theirs.zero_grad()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.kernels.attention_inputs import AttentionHeads, AttentionInputs
 from tests.model.helpers import relative
+from vlmdata.model.kernels.attention_inputs import AttentionHeads, AttentionInputs
 
 
 def drawn(

@@ -12,7 +12,7 @@ def compared(
     rows: int, width: int, dtype: torch.dtype, frozen: tuple[str, ...] = (), device: str = "cpu"
 ) -> dict[str, float]:
     """Relative errors of the output and of the gradients of inputs that are not frozen; without rows, their sums."""
-    from model.kernels.biased_gelu import gelu_with_bias
+    from vlmdata.model.kernels.biased_gelu import gelu_with_bias
 
     generator = torch.Generator(device).manual_seed(rows * width)
 

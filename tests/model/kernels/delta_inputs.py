@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from model.kernels.delta_inputs import DeltaInputs
-from model.kernels.short_convolution import DeltaHeads
 from tests.model.helpers import relative
+from vlmdata.model.kernels.delta_inputs import DeltaInputs
+from vlmdata.model.kernels.short_convolution import DeltaHeads
 
 
 def drawn(tokens: int, heads: DeltaHeads, taps: int, dtype: torch.dtype, seed: int, apart: int) -> list[torch.Tensor]:

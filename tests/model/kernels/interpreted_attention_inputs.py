@@ -23,14 +23,14 @@ CASES: tuple[tuple[Any, ...], ...] = (
 
 def take_few_tiles() -> None:
     """Programs go through two tiles, not 8 or 16: few tokens have several programs."""
-    from model.kernels import attention_inputs
+    from vlmdata.model.kernels import attention_inputs
 
     attention_inputs.FORWARD, attention_inputs.BACKWARD = (4, 2, 4), (2, 4, 2)
 
 
 def interpreted() -> None:
-    from model.kernels.attention_inputs import AttentionHeads
     from tests.model.kernels.attention_inputs import compared
+    from vlmdata.model.kernels.attention_inputs import AttentionHeads
 
     take_few_tiles()
     for tokens, groups, queries, width, rotated, gated, zero_centered, dtype, limit in CASES:
@@ -48,8 +48,8 @@ class WithBias(torch.nn.Linear):
 
 def in_the_layer() -> None:
     """The layer with kernels gives what the layer without gives, with and without gates."""
-    from model.network.attention import InterleavedMRoPE, KernelSelfAttention, RotatedSelfAttention
-    from model.network.provider import RMSNorm
+    from vlmdata.model.network.attention import InterleavedMRoPE, KernelSelfAttention, RotatedSelfAttention
+    from vlmdata.model.network.provider import RMSNorm
 
     take_few_tiles()
     generator = torch.Generator().manual_seed(3)

@@ -18,8 +18,8 @@ tilings = st.tuples(st.sampled_from([1, 2, 8]), st.sampled_from([16, 64, 256]), 
 
 
 def interpreted() -> None:
-    from model.kernels import biased_gelu
-    from model.kernels.biased_gelu import GeluTiling
+    from vlmdata.model.kernels import biased_gelu
+    from vlmdata.model.kernels.biased_gelu import GeluTiling
 
     accept_scalar_bounds()
     chosen = biased_gelu.FORWARD, biased_gelu.BACKWARD
@@ -50,7 +50,7 @@ def with_frozen_inputs() -> None:
 
 def of_extreme_values() -> None:
     """Where sigmoid is 0 or 1, the function is 0 or x, and its derivative 0 or 1, as torch has it."""
-    from model.kernels.biased_gelu import gelu_with_bias
+    from vlmdata.model.kernels.biased_gelu import gelu_with_bias
 
     accept_scalar_bounds()
     x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 12, -12, 50, -50, 3e4, -3e4, 1e9, -1e9], requires_grad=True)

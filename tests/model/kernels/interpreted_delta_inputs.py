@@ -20,9 +20,9 @@ LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # the interpreter cuts off
 
 
 def interpreted() -> None:
-    from model.kernels import decay, delta_inputs, short_convolution
-    from model.kernels.short_convolution import DeltaHeads
     from tests.model.kernels.delta_inputs import compared
+    from vlmdata.model.kernels import decay, delta_inputs, short_convolution
+    from vlmdata.model.kernels.short_convolution import DeltaHeads
 
     every_rate()
     # The interpreter is slow: with blocks of 8 tokens, few tokens have several. Shrinking would take minutes.
@@ -58,7 +58,7 @@ def interpreted() -> None:
 
 def every_rate() -> None:
     """Decays are exact for small and large alpha, value by value."""
-    from model.kernels.decay import decays
+    from vlmdata.model.kernels.decay import decays
 
     alpha = torch.linspace(-60, 60, 4001)[:, None]
     decay, beta = decays(torch.cat([alpha, alpha], 1), torch.zeros(1), torch.zeros(1))
@@ -70,13 +70,13 @@ def in_the_model() -> None:
     """A whole model with the kernels' layer against the same with the torch back end's: loss and all gradients."""
     from megatron.core.tensor_parallel import random
 
-    from model.families import spec_of
-    from model.families.qwen3_5 import gated_delta_net
-    from model.families.qwen3_5.delta_rule import gated_delta_rule
-    from model.network.settings import ModelSettings
-    from model.parallel import cpu_mode, groups
-    from model.weight_names.table import load_from_hf
     from tests.model.helpers import make_sample, pack, small_architecture, weights_of
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.families.qwen3_5 import gated_delta_net
+    from vlmdata.model.families.qwen3_5.delta_rule import gated_delta_rule
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.parallel import cpu_mode, groups
+    from vlmdata.model.weight_names.table import load_from_hf
 
     def rule(_: Any, *inputs: torch.Tensor) -> torch.Tensor:  # flash-linear-attention's needs CUDA
         *tensors, pack = inputs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.kernels.expert_gradients import ProductTiling, add_weight_gradients
 from tests.model.helpers import relative
 from tests.model.kernels.interpreter import accept_scalar_bounds
+from vlmdata.model.kernels.expert_gradients import ProductTiling, add_weight_gradients
 
 TILING = ProductTiling(16, 32, 16, 4, 1)
 
@@ -45,7 +45,7 @@ class Grouped(nn.Module):
 
 def in_the_layer() -> None:
     """Outputs and gradients over two passes are those of products one by one."""
-    from model.network.grouped import ExpertRows, grouped_product, lay_out_experts, weights_in_line
+    from vlmdata.model.network.grouped import ExpertRows, grouped_product, lay_out_experts, weights_in_line
 
     accept_scalar_bounds()
     torch.manual_seed(2)

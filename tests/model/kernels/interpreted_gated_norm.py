@@ -25,7 +25,7 @@ def plain(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def interpreted() -> None:
-    from model.kernels.gated_norm import gated_norm
+    from vlmdata.model.kernels.gated_norm import gated_norm
 
     generator = torch.Generator().manual_seed(1)
     for tokens, heads, width, dtype, limit in CASES:

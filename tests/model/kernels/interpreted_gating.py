@@ -12,7 +12,7 @@ from tests.model.helpers import relative
 
 
 def interpreted() -> None:
-    from model.kernels.gating import SwiGLUActivation, gated
+    from vlmdata.model.kernels.gating import SwiGLUActivation, gated
 
     generator = torch.Generator().manual_seed(1)
 
@@ -51,8 +51,8 @@ def in_the_layers() -> None:
     import megatron.core.ssm.gated_delta_net.common as theirs
     from megatron.core.transformer.attention import SelfAttention
 
-    import model.families.qwen3_5.gated_delta_net as ours
-    from model.network.attention import KernelSelfAttention
+    import vlmdata.model.families.qwen3_5.gated_delta_net as ours
+    from vlmdata.model.network.attention import KernelSelfAttention
 
     generator = torch.Generator().manual_seed(2)
     net = bare(ours.KernelGatedDeltaNet)

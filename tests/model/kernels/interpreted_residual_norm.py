@@ -19,8 +19,8 @@ LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
 def interpreted() -> None:
-    from model.kernels import residual_norm
-    from model.kernels.residual_norm import Tiling
+    from vlmdata.model.kernels import residual_norm
+    from vlmdata.model.kernels.residual_norm import Tiling
 
     accept_scalar_bounds()
     chosen = random.Random(1)
@@ -53,7 +53,7 @@ def with_frozen_inputs() -> None:
 def in_the_stream() -> None:
     """Both kinds of a stream give the same, wait for weights alike, and leave gradients alone that they share."""
     accept_scalar_bounds()
-    from model.network.residual import KernelResidual, PlainResidual, residual
+    from vlmdata.model.network.residual import KernelResidual, PlainResidual, residual
 
     engine: Any = SimpleNamespace(transformer_impl="transformer_engine")
     plain: Any = SimpleNamespace(transformer_impl="local")
@@ -84,13 +84,13 @@ def in_the_stream() -> None:
 def in_the_tower() -> None:
     """A model with deepstack gives the same with the kernels: also recomputed, fully sharded, and with frozen parts."""
     accept_scalar_bounds()
-    from model.families import spec_of
-    from model.network.residual import KernelResidual
-    from model.network.settings import ModelSettings
-    from model.network.vision_attention import _attend, _split_and_rotate
-    from model.parallel import cpu_mode, groups
-    from model.parallel.sharding import shard_parameters
-    from model.weight_names.table import load_from_hf
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.network.residual import KernelResidual
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.network.vision_attention import _attend, _split_and_rotate
+    from vlmdata.model.parallel import cpu_mode, groups
+    from vlmdata.model.parallel.sharding import shard_parameters
+    from vlmdata.model.weight_names.table import load_from_hf
 
     class RotatingAttention(torch.nn.Module):
         def forward(self, mixed_pn3d: Tensor, bias: Tensor, images: Any) -> Tensor:

@@ -14,8 +14,8 @@ LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
 def interpreted() -> None:
-    from model.kernels import rotation
-    from model.kernels.rotation import RotationTiling
+    from vlmdata.model.kernels import rotation
+    from vlmdata.model.kernels.rotation import RotationTiling
 
     accept_scalar_bounds()
     chosen = rotation.FORWARD, rotation.BACKWARD

@@ -91,7 +91,11 @@ def patch_once_per_launch() -> None:
 
 
 if __name__ == "__main__":
-    for each in ("triton.language", "model.families.qwen3_5.gated_delta_net", "model.network.attention"):
+    for each in (
+        "triton.language",
+        "vlmdata.model.families.qwen3_5.gated_delta_net",
+        "vlmdata.model.network.attention",
+    ):
         importlib.import_module(each)
     patch_once_per_launch()
     found = {call: _in_a_fork(call) for call in sys.argv[1:]}

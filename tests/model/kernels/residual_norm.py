@@ -34,7 +34,7 @@ def compared(
     function: str, rows: int, width: int, dtype: torch.dtype, frozen: tuple[str, ...] = (), device: str = "cpu"
 ) -> dict[str, float]:
     """Relative errors of the outputs and of the gradients of all inputs that are not frozen."""
-    from model.kernels import residual_norm
+    from vlmdata.model.kernels import residual_norm
 
     generator = torch.Generator(device).manual_seed(rows * width)
 

@@ -11,8 +11,8 @@ def compared(
     rows: int, heads: int, width: int, dtype: torch.dtype, frozen: tuple[str, ...] = (), device: str = "cpu"
 ) -> dict[str, float]:
     """Relative errors of the outputs and of the gradients of inputs that are not frozen; without rows, their sums."""
-    from model.kernels.rotation import SplitAndRotate
-    from model.network.patch_geometry import PatchGeometry
+    from vlmdata.model.kernels.rotation import SplitAndRotate
+    from vlmdata.model.network.patch_geometry import PatchGeometry
 
     generator = torch.Generator(device).manual_seed(rows * heads * width)
 

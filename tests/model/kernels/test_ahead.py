@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from model.kernels import ahead
-from model.kernels.ahead import KernelsAhead, hash_triton
-from model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
+from vlmdata.model.kernels import ahead
+from vlmdata.model.kernels.ahead import KernelsAhead, hash_triton
+from vlmdata.model.kernels.shapes import DecoderKernels, DeltaNetShape, Kernels
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from model.kernels.configurations import CANDIDATES, HOPPER, choose_configurations
-from model.kernels.shapes import AttentionShape, DeltaNetShape, TowerKernels
 from tests.forked import MODELS, run_forked
+from vlmdata.model.kernels.configurations import CANDIDATES, HOPPER, choose_configurations
+from vlmdata.model.kernels.shapes import AttentionShape, DeltaNetShape, TowerKernels
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention here")
@@ -38,7 +38,7 @@ def compiled() -> None:
     import torch
     import triton
 
-    from model.kernels.compile_ahead import collect, compile_in_forks, pretend_hopper
+    from vlmdata.model.kernels.compile_ahead import collect, compile_in_forks, pretend_hopper
 
     pretend_hopper()
     from tests.model.kernels.triton_kernels import add, broken
@@ -72,7 +72,7 @@ def of_the_delta_net() -> None:
     """Which kernels are compiled with the table and with all configurations, and for which tiles."""
     from collections import Counter
 
-    from model.kernels.compile_ahead import collect, pretend_hopper, run_all_configurations
+    from vlmdata.model.kernels.compile_ahead import collect, pretend_hopper, run_all_configurations
 
     pretend_hopper()
 
@@ -103,11 +103,11 @@ def of_the_rule() -> None:
     """What the trainer's delta rule launches, and flash-linear-attention's own."""
     import torch
 
-    from model.kernels.compile_ahead import collect, pretend_hopper, run_all_configurations
+    from vlmdata.model.kernels.compile_ahead import collect, pretend_hopper, run_all_configurations
 
     pretend_hopper()
     choose_configurations(128, 128, HOPPER)
-    from model.kernels.delta_rule import DeltaRule
+    from vlmdata.model.kernels.delta_rule import DeltaRule
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -144,12 +144,12 @@ def of_layers() -> None:
     import torch
     from torch import nn
 
-    from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
-    from model.kernels.compile_ahead import collect, pretend_hopper
-    from model.kernels.gating import SwiGLUActivation
-    from model.kernels.shapes import run_layers
-    from model.network.attention import KernelSelfAttention
-    from model.parallel.packed import PackParams
+    from vlmdata.model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
+    from vlmdata.model.kernels.compile_ahead import collect, pretend_hopper
+    from vlmdata.model.kernels.gating import SwiGLUActivation
+    from vlmdata.model.kernels.shapes import run_layers
+    from vlmdata.model.network.attention import KernelSelfAttention
+    from vlmdata.model.parallel.packed import PackParams
 
     pretend_hopper()
 
@@ -238,10 +238,10 @@ def of_the_tower() -> None:
     import torch
     from torch import nn
 
-    from model.kernels.compile_ahead import collect, pretend_hopper
-    from model.network.residual import KernelResidual
-    from model.network.vision import VisionBlock
-    from model.network.vision_attention import _split_and_rotate
+    from vlmdata.model.kernels.compile_ahead import collect, pretend_hopper
+    from vlmdata.model.network.residual import KernelResidual
+    from vlmdata.model.network.vision import VisionBlock
+    from vlmdata.model.network.vision_attention import _split_and_rotate
 
     pretend_hopper()
 
@@ -280,7 +280,7 @@ def test_the_tower_launches_what_is_compiled_ahead(tmp_path: Path) -> None:
 
 
 def of_cross_entropy() -> None:
-    from model.kernels.shapes import run_cross_entropy
+    from vlmdata.model.kernels.shapes import run_cross_entropy
 
     run_cross_entropy(320, "meta")
     print(json.dumps({"package": "transformer_engine" in sys.modules}))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from model.kernels import configurations
-from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations, miscompiled
+from vlmdata.model.kernels import configurations
+from vlmdata.model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations, miscompiled
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 

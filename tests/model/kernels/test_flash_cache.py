@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from model.kernels.flash_cache import keep_compiled
-from model.parallel.environment import before_megatron
 from tests.forked import run_forked
+from vlmdata.model.kernels.flash_cache import keep_compiled
+from vlmdata.model.parallel.environment import before_megatron
 
 ENABLED, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 

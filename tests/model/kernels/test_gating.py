@@ -13,10 +13,10 @@ def test_a_decoder_layer_takes_them_if_torch_shall_not_compile(monkeypatch: pyte
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.mlp import MLP
 
-    from model.families.qwen3_5.build import language_config
-    from model.network.decoder_layer import full_attention, layer_spec
-    from model.network.provider import TorchProvider
-    from model.network.settings import ModelSettings
+    from vlmdata.model.families.qwen3_5.build import language_config
+    from vlmdata.model.network.decoder_layer import full_attention, layer_spec
+    from vlmdata.model.network.provider import TorchProvider
+    from vlmdata.model.network.settings import ModelSettings
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())  # Transformer Engine's, which needs CUDA
     settings = ModelSettings(backend="transformer_engine", precision="bf16", compile=False)

@@ -34,7 +34,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def run(site: Path, code: str) -> None:
-    start = "import sys\nfrom model.kernels.hollow import hollow, import_flash_linear_attention\n"
+    start = "import sys\nfrom vlmdata.model.kernels.hollow import hollow, import_flash_linear_attention\n"
     done = subprocess.run(
         [sys.executable, "-c", start + textwrap.dedent(code)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(Path(__file__).parents[3])])},

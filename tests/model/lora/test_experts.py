@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
-from model.lora.adapters import AdapterForm, ExpertAdapters
-from model.lora.sites import LoraSite
-from model.network.grouped import lay_out_experts
-from model.network.wrapping import wrap_experts, wrappable_group
 from tests.model.helpers import relative
+from vlmdata.model.lora.adapters import AdapterForm, ExpertAdapters
+from vlmdata.model.lora.sites import LoraSite
+from vlmdata.model.network.grouped import lay_out_experts
+from vlmdata.model.network.wrapping import wrap_experts, wrappable_group
 
 COUNTS = [5, 0, 3, 9]
 

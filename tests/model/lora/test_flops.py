@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from model.families import REGISTRY, spec_of
-from model.lora.attach import attach, plan_of
-from model.lora.flops import with_adapters
-from model.lora.options import LoraOptions
 from tests.model.helpers import mixed_samples, pack
 from tests.model.test_flops import built, counted_with_backward, full_attention
+from vlmdata.model.families import REGISTRY, spec_of
+from vlmdata.model.lora.attach import attach, plan_of
+from vlmdata.model.lora.flops import with_adapters
+from vlmdata.model.lora.options import LoraOptions
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

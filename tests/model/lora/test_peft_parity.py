@@ -16,14 +16,14 @@ pytest.importorskip("peft")
 
 from peft import PeftModel
 
-from model.lora.attach import Plan, adapters_of, attach, plan_of
-from model.lora.options import LoraOptions
-from model.lora.peft_files import write_adapter
-from model.lora.sites import sites_of
-from model.network.wrapping import is_of_wrapper
 from tests.model.conftest import Pair
 from tests.model.helpers import Sample, mixed_samples, pack, relative
 from vlmdata.batch import IGNORE_INDEX
+from vlmdata.model.lora.attach import Plan, adapters_of, attach, plan_of
+from vlmdata.model.lora.options import LoraOptions
+from vlmdata.model.lora.peft_files import write_adapter
+from vlmdata.model.lora.sites import sites_of
+from vlmdata.model.network.wrapping import is_of_wrapper
 
 #: Float32, whose products differ by processor: up to 2.4e-5 was seen. A wrong scale or a lost term is over 1e-2.
 TOLERANCE = 1e-4
@@ -79,7 +79,7 @@ def adapted(pair: Pair, options: LoraOptions, folder: Path) -> Both:
 
 def factors(pair: Pair, values: Callable[[Any], torch.Tensor] = lambda parameter: parameter.detach()) -> dict[str, Any]:
     """Our adapters by names of the matrices, or other values of their parameters' shapes."""
-    from model.lora.adapters import LinearAdapter
+    from vlmdata.model.lora.adapters import LinearAdapter
 
     found: dict[str, Any] = {}
     for _, adapter in adapters_of(pair.ours):

@@ -13,12 +13,6 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from model.architecture import MoeArchitecture
-from model.lora.options import LoraOptions
-from model.network.quantized import BLOCK, QuantizedWeights, device_of, held_by, is_quantized, value_of
-from model.network.settings import ModelSettings, SettingError
-from model.network.wrapping import is_of_wrapper
-from model.weight_names.table import load_from_hf
 from tests.model.conftest import Pair
 from tests.model.helpers import (
     mixed_samples,
@@ -30,6 +24,12 @@ from tests.model.helpers import (
     weights_of,
 )
 from tests.model.lora.test_peft_parity import TOLERANCE, adapted, loss_of, write
+from vlmdata.model.architecture import MoeArchitecture
+from vlmdata.model.lora.options import LoraOptions
+from vlmdata.model.network.quantized import BLOCK, QuantizedWeights, device_of, held_by, is_quantized, value_of
+from vlmdata.model.network.settings import ModelSettings, SettingError
+from vlmdata.model.network.wrapping import is_of_wrapper
+from vlmdata.model.weight_names.table import load_from_hf
 
 
 def architecture_of(family: str, moe: bool) -> Any:
@@ -45,7 +45,7 @@ def architecture_of(family: str, moe: bool) -> Any:
 
 def built(architecture: Any, weights: dict[str, torch.Tensor] | None = None, **settings: Any) -> Any:
     """Our model in NF4, with these weights or its own."""
-    from model.families import spec_of
+    from vlmdata.model.families import spec_of
 
     spec = spec_of(architecture)
     model = spec.build(architecture, ModelSettings(storage="nf4", moe_aux_loss=0.0, **settings))
@@ -56,7 +56,7 @@ def built(architecture: Any, weights: dict[str, torch.Tensor] | None = None, **s
 
 def pair_of(family: str, moe: bool, **settings: Any) -> Pair:
     """Ours in NF4, and transformers' with the dequantized weights."""
-    from model.families import spec_of
+    from vlmdata.model.families import spec_of
 
     architecture = architecture_of(family, moe)
     ours = built(architecture, weights_of(architecture), **settings)
@@ -190,7 +190,7 @@ def test_rows_that_are_no_blocks(one_process: None) -> None:
 
 
 def test_its_adapters_have_the_layers_device_and_dtype(one_process: None) -> None:
-    from model.lora.attach import attach, plan_of
+    from vlmdata.model.lora.attach import attach, plan_of
 
     architecture = architecture_of("qwen3_5", moe=True)
     model = built(architecture, precision="bf16")

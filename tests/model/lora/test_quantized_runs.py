@@ -15,15 +15,15 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from model.training.settings.config import ConfigError
-from model.training.settings.config_loading import load_config
-from model.training.settings.early_checks import check_early
-from model.weights.hf_files import WeightsError
 from tests.model.lora.test_runs import checkpoint
 from tests.model.training.conftest import chats, evaluations_of, steps_of, train_here, validation  # noqa: F401
 from tests.model.training.many_runs import Run, train_all
 from tests.model.training.plain import plain_loss, write_hf_folder
 from tests.model.workers import run_in_all
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.settings.early_checks import check_early
+from vlmdata.model.weights.hf_files import WeightsError
 
 NF4: dict[str, Any] = {"lora__rank": 4, "lora__base": "nf4", "data__global_batch": 2, "optimizer__lr": 1e-2}
 
@@ -52,7 +52,7 @@ def test_trains_resumes_and_exports(
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
-    from model.weights.adapter import base_folder, merge, to_peft
+    from vlmdata.model.weights.adapter import base_folder, merge, to_peft
 
     whole = settings_of(base, data__eval_paths=[str(validation)])
     train_here(tmp_path / "whole", chats, **whole)
@@ -97,7 +97,7 @@ def test_a_distributed_checkpoint_is_the_same_base(
     chats: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    from model.weights.convert import to_megatron
+    from vlmdata.model.weights.convert import to_megatron
 
     to_megatron(base, tmp_path / "weights")
     states = []

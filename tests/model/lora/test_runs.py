@@ -13,14 +13,14 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file
 
-from model.lora.sites import LoraError
-from model.training.settings.config import ConfigError
-from model.weights.hf_files import WeightsError
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.model.training.conftest import chats, evaluations_of, short_rows, steps_of, train_here, validation  # noqa: F401
 from tests.model.training.plain import plain_loss, write_hf_folder
+from vlmdata.model.lora.sites import LoraError
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.weights.hf_files import WeightsError
+from vlmdata.preprocess.config import ImageConfig
 
 LORA: dict[str, Any] = {"lora__rank": 4, "lora__alpha": 16, "data__global_batch": 1, "optimizer__lr": 1e-2}
 
@@ -111,7 +111,7 @@ def test_exports_compute_what_the_run_does(
 ) -> None:
     from peft import PeftModel
 
-    from model.weights.adapter import merge, to_peft
+    from vlmdata.model.weights.adapter import merge, to_peft
 
     wanted = evaluations_of(whole)[-1]["loss"]
     to_peft(checkpoint(whole), tmp_path / "adapter")
@@ -143,7 +143,7 @@ def test_qwen3_vl_with_experts_and_a_trained_merger(one_process: None, tmp_path:
     """Its files hold experts transposed, and the merger's own weights are in the checkpoint beside adapters."""
     from peft import PeftModel
 
-    from model.weights.adapter import merge, to_peft
+    from vlmdata.model.weights.adapter import merge, to_peft
 
     source = write_jsonl(tmp_path / "chat.jsonl", short_rows(12))
     data = build_dataset(
@@ -166,7 +166,7 @@ def test_qwen3_vl_with_experts_and_a_trained_merger(one_process: None, tmp_path:
 
 
 def test_merging_into_other_weights_is_refused(whole: Path, base: Path, tmp_path: Path) -> None:
-    from model.weights.adapter import merge
+    from vlmdata.model.weights.adapter import merge
 
     other = tmp_path / "other"
     other.mkdir()
@@ -210,7 +210,7 @@ def test_dropout_recomputation_prediction_and_a_whole_tower(
     tmp_path: Path,
 ) -> None:
     """Recomputed layers get the same gradients, although nothing before the first adapter is trained."""
-    from model.weights.adapter import to_peft
+    from vlmdata.model.weights.adapter import to_peft
 
     lora: dict[str, Any] = {"lora__rank": 2, "lora__targets": ["mlp"], "data__global_batch": 1, "run__steps": 2}
     for recompute in ("none", "full"):

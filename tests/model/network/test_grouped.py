@@ -12,8 +12,8 @@ from torch import Tensor, nn
 pytest.importorskip("megatron.core")
 pytest.importorskip("triton")
 
-from model.network.grouped import ExpertRows, grouped_product, lay_out_experts, weights_in_line
-from model.training.optimizer.small_gradients import GradientBuffers
+from vlmdata.model.network.grouped import ExpertRows, grouped_product, lay_out_experts, weights_in_line
+from vlmdata.model.training.optimizer.small_gradients import GradientBuffers
 
 COUNTS = [5, 0, 3, 9]
 
@@ -64,7 +64,7 @@ def plain_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Experts]:
         for each, pull, given in zip(weights, d.split(COUNTS), x.split(COUNTS), strict=True):
             each.main_grad.add_(pull.T @ given)
 
-    monkeypatch.setattr("model.kernels.expert_gradients.add_weight_gradients", add)
+    monkeypatch.setattr("vlmdata.model.kernels.expert_gradients.add_weight_gradients", add)
     return layers
 
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.network import linear
-from model.network.linear import Norm, ShortNormLinear, with_short_way
+from vlmdata.model.network import linear
+from vlmdata.model.network.linear import Norm, ShortNormLinear, with_short_way
 
 
 class PlainEngine:

@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 def test_value_and_gradient_are_those_of_transformers(make_pair: Callable[..., Pair], weighted: bool) -> None:
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
-    from model.network.router import BalancedRouter
+    from vlmdata.model.network.router import BalancedRouter
 
     batch = pack(mixed_samples(weighted), tail=24)
     assert batch.padding_mask is not None

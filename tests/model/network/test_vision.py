@@ -17,8 +17,8 @@ from vlmdata.families.qwen3_5 import FAMILY
 
 pytest.importorskip("megatron.core")
 
-from model.network.patch_embed import PatchEmbed
-from model.network.patch_geometry import patch_places, position_table_rows, rotary_angles
+from vlmdata.model.network.patch_embed import PatchEmbed
+from vlmdata.model.network.patch_geometry import patch_places, position_table_rows, rotary_angles
 
 CPU = torch.device("cpu")
 

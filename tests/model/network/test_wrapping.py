@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
-from model.network.wrapping import LinearWrapper, sum_wrapper_gradients, wrap
 from tests.model.helpers import relative
 from tests.model.workers import run_in_all
+from vlmdata.model.network.wrapping import LinearWrapper, sum_wrapper_gradients, wrap
 
 
 class LowRank(LinearWrapper):
@@ -51,8 +51,8 @@ def _pair(sequence_parallel: bool) -> dict[str, Tensor]:
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from model.network.provider import TorchProvider
-    from model.parallel import groups
+    from vlmdata.model.network.provider import TorchProvider
+    from vlmdata.model.parallel import groups
 
     size, rank = dist.get_world_size(), dist.get_rank()
     groups.initialize(tensor=size, backend="gloo")

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.parallel import cpu_mode, environment
-from model.parallel.environment import before_megatron
+from vlmdata.model.parallel import cpu_mode, environment
+from vlmdata.model.parallel.environment import before_megatron
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 
@@ -79,7 +79,7 @@ def test_megatron_cores_slips_are_not_reported_as_ours() -> None:
 def start_on_the_cpu() -> None:
     original = torch.compile
     before_megatron()
-    import_module("model.families.qwen3_5.build")
+    import_module("vlmdata.model.families.qwen3_5.build")
 
     with cpu_mode.cpu_as_cuda():
         pass

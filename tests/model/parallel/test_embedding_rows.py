@@ -15,9 +15,9 @@ from vlmdata.batch import PackedBatch
 
 pytest.importorskip("megatron.core")
 
-from model.parallel.embedding_rows import EmbeddingRows, ItemEmbeddings
-from model.parallel.item_blocks import ItemBlocks
-from model.parallel.packed import PackIndex
+from vlmdata.model.parallel.embedding_rows import EmbeddingRows, ItemEmbeddings
+from vlmdata.model.parallel.item_blocks import ItemBlocks
+from vlmdata.model.parallel.packed import PackIndex
 
 MERGE = 4
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from model.parallel.environment import let_memory_grow
+from vlmdata.model.parallel.environment import let_memory_grow
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-from model.parallel.exchange import _ByRank, _Reordered
+from vlmdata.model.parallel.exchange import _ByRank, _Reordered
 
 
 @given(

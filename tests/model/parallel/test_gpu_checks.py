@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 
 def checks_of_two() -> list[str]:
     """Runs all checks of two GPUs one after another."""
-    from model.parallel import groups
     from tests.model.gpu_layouts import TWO_GPUS
+    from vlmdata.model.parallel import groups
 
     groups.initialize()
     for name, check in TWO_GPUS.items():

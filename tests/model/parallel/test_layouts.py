@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.loader.rows import chat_rows
 from tests.model.helpers import relative
@@ -35,6 +34,7 @@ from tests.model.layouts import (
 from tests.model.small_vocabulary import build_chats, small_tokenizer
 from tests.model.workers import meet_again, run_in_all
 from tests.weighted import build_weighted, with_weights
+from vlmdata.preprocess.config import ImageConfig
 
 pytest.importorskip("megatron.core")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-from model.parallel.packed import PackIndex, PackParams
+from vlmdata.model.parallel.packed import PackIndex, PackParams
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.parallel.split_estimate import Speeds, estimate_splits
-from model.parallel.step_schedule import step_time
 from vlmdata.errors import UsageError
+from vlmdata.model.parallel.split_estimate import Speeds, estimate_splits
+from vlmdata.model.parallel.step_schedule import step_time
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.plan.epoch import EpochPlan, plan_epoch

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.loader.rows import chat_rows
 from tests.model.helpers import relative
@@ -16,6 +15,7 @@ from tests.model.sides import SideCase, gradients_of_sides, run_sides
 from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import short
 from tests.model.workers import run_in_all
+from vlmdata.preprocess.config import ImageConfig
 
 pytest.importorskip("megatron.core")
 

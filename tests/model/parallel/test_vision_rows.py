@@ -11,12 +11,12 @@ from tests.model.helpers import make_sample, pack
 
 pytest.importorskip("megatron.core")
 
-from model.parallel.item_blocks import ItemBlocks
-from model.parallel.layout import require_layout
-from model.parallel.packed import PackIndex
-from model.parallel.separation import Separation
-from model.parallel.vision_rows import MicroBatchRows, even_parts
 from vlmdata.loader.request.pack_request import PackImages
+from vlmdata.model.parallel.item_blocks import ItemBlocks
+from vlmdata.model.parallel.layout import require_layout
+from vlmdata.model.parallel.packed import PackIndex
+from vlmdata.model.parallel.separation import Separation
+from vlmdata.model.parallel.vision_rows import MicroBatchRows, even_parts
 from vlmdata.packing.item_runs import step_runs
 
 MERGE = 4

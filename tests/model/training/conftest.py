@@ -14,10 +14,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.loader.rows import chat_rows
 from tests.model.small_vocabulary import build_chats
+from vlmdata.preprocess.config import ImageConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,7 +69,7 @@ def without_collecting_at_the_start() -> AbstractContextManager[Any]:
     That takes 0.6 s, most of it for torch's, each time that a process trains. Runs of train.py do it, and
     test_garbage.py tests it.
     """
-    return patch("model.training.loop.only_new_objects_collected", nullcontext)
+    return patch("vlmdata.model.training.loop.only_new_objects_collected", nullcontext)
 
 
 def train_here(out: Path, data: Path, resume: bool = False, collected: bool = False, **settings: Any) -> Any:
@@ -77,9 +77,9 @@ def train_here(out: Path, data: Path, resume: bool = False, collected: bool = Fa
 
     With ``collected``, the run collects garbage at its start, as runs of train.py do.
     """
-    from model.parallel import groups
-    from model.training.loop import train
-    from model.training.settings.config_loading import load_config
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.training.loop import train
+    from vlmdata.model.training.settings.config_loading import load_config
 
     changed = {name.replace("__", "."): value for name, value in settings.items()}
     merged = SETTINGS | {"data.paths": [str(data)], "run.out": str(out)} | changed

@@ -46,11 +46,11 @@ def train_all(folder: Path, data: Path, runs: Sequence[Run]) -> dict[str, str]:
     """
     import torch.distributed as dist
 
-    from model.parallel import groups
-    from model.training.loop import train
-    from model.training.processes.failure import NotFiniteError
-    from model.training.settings.config import ConfigError
-    from model.training.settings.config_loading import load_config
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.training.loop import train
+    from vlmdata.model.training.processes.failure import NotFiniteError
+    from vlmdata.model.training.settings.config import ConfigError
+    from vlmdata.model.training.settings.config_loading import load_config
 
     said = {}
     for run in runs:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.families import architecture_to_hf
 from tests.model.helpers import transformers_model, weights_of
 from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
+from vlmdata.model.families import architecture_to_hf
 
 
 def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bool = True, mtp: bool = True) -> Any:
@@ -40,7 +40,7 @@ def write_hf_folder(
     """
     from safetensors.torch import save_file
 
-    from model.families import preset as preset_of
+    from vlmdata.model.families import preset as preset_of
 
     tokenizer = VlmDataset(data).manifest.tokenizer
     architecture = preset_of(preset).with_vocabulary(tokenizer, tokenizer.vocab_size)

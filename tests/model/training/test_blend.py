@@ -13,19 +13,19 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.families.qwen3_5.architecture import Qwen35Architecture
-from model.families.qwen3_5.presets import PRESETS
-from model.families.qwen3_5.spec import step_flops
-from model.parallel import groups
-from model.training.data import RankPlace, open_loader
-from model.training.loop import train
-from model.training.settings.config_loading import load_config
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.loader.rows import chat_rows
 from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import SETTINGS, steps_of, without_collecting_at_the_start
 from vlmdata.errors import ConfigMismatchError
+from vlmdata.model.families.qwen3_5.architecture import Qwen35Architecture
+from vlmdata.model.families.qwen3_5.presets import PRESETS
+from vlmdata.model.families.qwen3_5.spec import step_flops
+from vlmdata.model.parallel import groups
+from vlmdata.model.training.data import RankPlace, open_loader
+from vlmdata.model.training.loop import train
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.preprocess.config import ImageConfig
 
 ALONE, TINY = RankPlace(0, 1, 0, 1, 0, 1, 0, True, True), PRESETS["tiny"]
 

@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.families.qwen3_5.build import language_config
-from model.training.build import build
-from model.training.data import RankPlace
-from model.training.settings.config import ConfigError
-from model.training.settings.config_loading import load_config
-from model.training.settings.model_settings import settings_of
 from tests.model.helpers import small_architecture
+from vlmdata.model.families.qwen3_5.build import language_config
+from vlmdata.model.training.build import build
+from vlmdata.model.training.data import RankPlace
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.settings.model_settings import settings_of
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])

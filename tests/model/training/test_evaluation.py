@@ -19,13 +19,6 @@ pytest.importorskip("megatron.core")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.training import evaluation
-from model.training.checkpoints.best import BestCheckpoint
-from model.training.checkpoints.checkpoint import Checkpoints
-from model.training.evaluation import Evaluation, Evaluator, set_names
-from model.training.reports.logs import RunLog, WeightsAndBiases
-from model.training.settings.config import ConfigError
-from model.training.settings.config_loading import load_config
 from tests.chat_rows import write_jsonl
 from tests.loader.rows import chat_rows
 from tests.model.small_vocabulary import build_chats
@@ -33,6 +26,13 @@ from tests.model.training.conftest import evaluations_of, short_rows, steps_of
 from tests.model.training.plain import plain_loss, write_checkpoint
 from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata.errors import ConfigMismatchError
+from vlmdata.model.training import evaluation
+from vlmdata.model.training.checkpoints.best import BestCheckpoint
+from vlmdata.model.training.checkpoints.checkpoint import Checkpoints
+from vlmdata.model.training.evaluation import Evaluation, Evaluator, set_names
+from vlmdata.model.training.reports.logs import RunLog, WeightsAndBiases
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.training.settings.config_loading import load_config
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import model.training.kernels
-from model.kernels.shapes import AttentionShape, DecoderKernels, DeltaNetShape, Kernels, TowerKernels
-from model.training.kernels import compile_ahead, needs_compiler
-from model.training.settings.config_loading import load_config
+import vlmdata.model.training.kernels
+from vlmdata.model.kernels.shapes import AttentionShape, DecoderKernels, DeltaNetShape, Kernels, TowerKernels
+from vlmdata.model.training.kernels import compile_ahead, needs_compiler
+from vlmdata.model.training.settings.config_loading import load_config
 
 SHAPE = DeltaNetShape(tokens=16384, key_heads=16, value_heads=32, key_width=128, value_width=128, taps=4)
 
@@ -28,8 +28,10 @@ class TestTheStart:
     @pytest.fixture(autouse=True)
     def started(self, monkeypatch: pytest.MonkeyPatch) -> list[Kernels]:
         found: list[Kernels] = []
-        monkeypatch.setattr(model.training.kernels, "can_compile_ahead", lambda: True)
-        monkeypatch.setattr(model.training.kernels, "KernelsAhead", lambda command: found.append(kernels_of(command)))
+        monkeypatch.setattr(vlmdata.model.training.kernels, "can_compile_ahead", lambda: True)
+        monkeypatch.setattr(
+            vlmdata.model.training.kernels, "KernelsAhead", lambda command: found.append(kernels_of(command))
+        )
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         return found
 
@@ -59,7 +61,7 @@ class TestTheStart:
         assert shapes[3] is None
 
     def test_for_a_checkpoint(self, started: list[Kernels], tmp_path: Path) -> None:
-        from model.families import architecture_to_hf, preset
+        from vlmdata.model.families import architecture_to_hf, preset
 
         (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(preset("2b"))))
         self.start(model__hf=str(tmp_path))

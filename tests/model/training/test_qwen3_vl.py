@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.training.settings.config import ConfigError
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import evaluations_of, short_rows, steps_of, train_here
 from tests.model.training.plain import plain_loss, write_checkpoint
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.preprocess.config import ImageConfig
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def checkpoint(out: Path) -> Path:
 def test_a_run_learns_resumes_and_exports(one_process: None, data: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
-    from model.weights.convert import to_hf
+    from vlmdata.model.weights.convert import to_hf
 
     vl = {"model__preset": "qwen3-vl-tiny", "data__eval_paths": [str(data)]}
     train_here(tmp_path / "whole", data, **vl)
@@ -80,7 +80,7 @@ def test_frozen_parts_stay_as_they_are(one_process: None, data: Path, tmp_path: 
     """Also with experts, and the mergers of deepstack belong to the part "merger"."""
     from megatron.core import dist_checkpointing
 
-    from model.training.optimizer.learner import part_of
+    from vlmdata.model.training.optimizer.learner import part_of
 
     vl = {"model__preset": "qwen3-vl-tiny-moe", "model__freeze": [part], "data__global_batch": 1}
     train_here(tmp_path / "run", data, run__steps=2, run__save_every=1, run__keep=0, **vl)
@@ -98,8 +98,8 @@ def test_frozen_parts_stay_as_they_are(one_process: None, data: Path, tmp_path: 
 def test_the_language_model_alone_goes_back_to_its_tower(one_process: None, texts: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from model.weights.convert import to_hf
-    from model.weights.hf_files import WeightsError
+    from vlmdata.model.weights.convert import to_hf
+    from vlmdata.model.weights.hf_files import WeightsError
 
     write_checkpoint(tmp_path / "hf", texts, "qwen3-vl-tiny")
     alone = {"model__hf": str(tmp_path / "hf"), "model__language_only": True, "data__global_batch": 1}

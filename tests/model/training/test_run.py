@@ -18,12 +18,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-import model.training.loop
-from model.training.processes.failure import NotFiniteError
-from model.training.settings.config import ConfigError
+import vlmdata.model.training.loop
 from tests.model.training.conftest import SETTINGS, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata.errors import ConfigMismatchError
+from vlmdata.model.training.processes.failure import NotFiniteError
+from vlmdata.model.training.settings.config import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ class TestARun:
     @pytest.mark.parametrize("part", ["vision", "merger", "language"])
     def test_frozen_parts_stay_as_they_are(self, run: Any, tmp_path: Path, part: str) -> None:
         run(run__steps=2, run__save_every=1, run__keep=0, model__freeze=[part], data__global_batch=1)
-        from model.training.optimizer.learner import part_of
+        from vlmdata.model.training.optimizer.learner import part_of
 
         first, end = (weights_of(tmp_path / "run/checkpoints" / f"step-0000000{n}") for n in (1, 2))
         changed = {part_of(name) for name in first if not torch.equal(first[name], end[name])}
@@ -189,7 +189,7 @@ class TestResuming:
 
 def killed_in_step(number: int, rank: int) -> None:
     """Kills the process when it asks for the first batch of a step, from 1."""
-    endless = model.training.loop.endless
+    endless = vlmdata.model.training.loop.endless
 
     def batches(loader: Any) -> Iterator[Any]:
         for count, batch in enumerate(endless(loader)):
@@ -197,7 +197,7 @@ def killed_in_step(number: int, rank: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
-    model.training.loop.endless = batches
+    vlmdata.model.training.loop.endless = batches
 
 
 class TestTheCommand:

@@ -16,12 +16,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-import model.training.loop
-from model.parallel.waiting import DeviceMoment, DeviceValues
-from model.training.loop import runs_ahead
-from model.training.processes.failure import NotFiniteError
-from model.training.step import LaunchedStep, Stepper, StepResult
+import vlmdata.model.training.loop
 from tests.model.training.conftest import evaluations_of, steps_of
+from vlmdata.model.parallel.waiting import DeviceMoment, DeviceValues
+from vlmdata.model.training.loop import runs_ahead
+from vlmdata.model.training.processes.failure import NotFiniteError
+from vlmdata.model.training.step import LaunchedStep, Stepper, StepResult
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def checkpoints(out: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.training.loop, "runs_ahead", lambda device, vision: True)
+    monkeypatch.setattr(vlmdata.model.training.loop, "runs_ahead", lambda device, vision: True)
 
 
 @pytest.fixture

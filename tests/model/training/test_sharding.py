@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from model.training.settings.config import ConfigError
-from model.training.settings.config_loading import load_config
-from model.training.settings.early_checks import check_early
-from model.weight_names.table import assign
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
 from tests.model.training.test_run import exact, killed_in_step
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.settings.early_checks import check_early
+from vlmdata.model.weight_names.table import assign
 
 pytest.importorskip("megatron.core")
 
@@ -26,8 +26,8 @@ FSDP = ("--set", "parallel.fsdp=true")
 @pytest.mark.slow
 def test_a_run_moves_between_layouts(whole: Path, chats: Path, validation: Path, tmp_path: Path) -> None:
     """One process, itself sharded, one process, two that share the rows: steps and weights of the undisturbed run."""
-    from model.weights.convert import to_hf
-    from model.weights.hf_files import HfTensors
+    from vlmdata.model.weights.convert import to_hf
+    from vlmdata.model.weights.hf_files import HfTensors
 
     out = tmp_path / "run"
     train_here(out, chats, run__steps=1)
@@ -183,7 +183,7 @@ def test_a_parameter_takes_16_bytes_and_nothing_is_held_twice(one_process: None,
 
 def test_a_group_of_one_rank_sends_nothing(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would allocate for it at the end of the first step, on a GPU that may be full then."""
-    from model.training.optimizer.learner import TargetWeights
+    from vlmdata.model.training.optimizer.learner import TargetWeights
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a collective of one rank")
@@ -198,10 +198,10 @@ def test_only_one_layer_is_gathered_at_a_time(one_process: None) -> None:
     from torch import nn
     from torch.distributed.tensor import DTensor
 
-    from model.families import spec_of
-    from model.network.settings import ModelSettings
-    from model.training.optimizer.sharded_model import ShardedModel
     from tests.model.helpers import mixed_samples, pack, small_architecture
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.training.optimizer.sharded_model import ShardedModel
 
     architecture = small_architecture(mtp=1)
     model: Any = spec_of(architecture).build(architecture, ModelSettings(recompute="full"))

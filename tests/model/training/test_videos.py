@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from preprocess.config import ImageConfig, VideoConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image
 from tests.media.video.clips import clip, picture
@@ -20,6 +19,7 @@ from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.plain import plain_loss
 from tests.model.training.test_run import weights_of
+from vlmdata.preprocess.config import ImageConfig, VideoConfig
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_a_run_learns_resumes_and_exports(
 ) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from model.weights.convert import to_hf
+    from vlmdata.model.weights.convert import to_hf
 
     data = clips_of(family)
     options = {"model__preset": preset, "data__eval_paths": [str(data)], "data__max_patches": None, "run__steps": 4}
@@ -117,7 +117,7 @@ def test_a_run_learns_resumes_and_exports(
 def test_frozen_parts_stay_as_they_are(
     family: str, preset: str, parts: list[str], one_process: None, clips_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from model.training.optimizer.learner import part_of
+    from vlmdata.model.training.optimizer.learner import part_of
 
     data = clips_of(family)
     options = {"model__preset": preset, "model__freeze": parts, "data__max_patches": None, "run__save_every": 1}

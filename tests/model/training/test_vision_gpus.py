@@ -189,7 +189,7 @@ def weights_of(out: Path, to: Path) -> dict[str, torch.Tensor]:
     """The weights of a run after four steps in Hugging Face's form."""
     from safetensors.torch import load_file
 
-    from model.weights.convert import to_hf
+    from vlmdata.model.weights.convert import to_hf
 
     to_hf(out / "checkpoints" / "step-00000004", to)
     return load_file(to / "model.safetensors")

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from model.training.settings.config import ConfigError
 from tests.model.training.conftest import SETTINGS, steps_of
 from tests.model.training.many_runs import Run, train_all
 from tests.model.training.ranks import Ranks, arguments_of, until_logged
 from tests.model.workers import run_in_all
 from vlmdata import StreamingLoader, VlmDataset
+from vlmdata.model.training.settings.config import ConfigError
 
 
 def with_sides(data: Path, out: Path, world: int, sizes: dict[str, int]) -> Ranks:
@@ -133,8 +133,8 @@ def test_ranks_that_would_wait_for_rows_that_are_not_sent_are_refused(
 def test_settings_that_do_not_fit_are_refused_before_anything_is_imported(
     monkeypatch: pytest.MonkeyPatch, world: int, settings: list[str], words: str
 ) -> None:
-    from model.training.settings.config_loading import load_config
-    from model.training.settings.early_checks import check_early
+    from vlmdata.model.training.settings.config_loading import load_config
+    from vlmdata.model.training.settings.early_checks import check_early
 
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ConfigError, match=words):

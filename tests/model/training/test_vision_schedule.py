@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.training.vision_side import VisionSide
+from vlmdata.model.training.vision_side import VisionSide
 
 
 @pytest.mark.parametrize(

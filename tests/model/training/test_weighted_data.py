@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from preprocess.config import ImageConfig
 from tests.model.training.conftest import SETTINGS, evaluations_of, short_rows, steps_of, train_here
 from tests.model.training.plain import plain_loss, write_checkpoint
 from tests.weighted import build_weighted, with_weights
 from vlmdata import StreamingLoader
+from vlmdata.preprocess.config import ImageConfig
 
 
 def build(folder: Path, rows: list[dict[str, Any]]) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from model.weights.checksums import damaged_files, unchecked_files, write_checksums
+from vlmdata.model.weights.checksums import damaged_files, unchecked_files, write_checksums
 
 FILES = {
     ".metadata": b"meta",

@@ -19,14 +19,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from model.families import architecture_to_hf, spec_of
-from model.network.settings import ModelSettings
-from model.weight_names.table import canonical_names
-from model.weights.convert import to_hf, to_megatron
-from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
 from tests.model.helpers import as_in_memory, small_architecture, weights_of
 from vlmdata.cli.main import app
 from vlmdata.errors import UsageError, VlmdataError
+from vlmdata.model.families import architecture_to_hf, spec_of
+from vlmdata.model.network.settings import ModelSettings
+from vlmdata.model.weight_names.table import canonical_names
+from vlmdata.model.weights.convert import to_hf, to_megatron
+from vlmdata.model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
 
 pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.slow]
 
@@ -207,7 +207,7 @@ class TestWhatIsWrongIsListed:
             to_megatron(tmp_path, tmp_path / "out")
 
     def test_a_model_to_be_like_that_is_not_there(self, tmp_path: Path) -> None:
-        from model.weights.command import _direction
+        from vlmdata.model.weights.command import _direction
 
         (tmp_path / ".metadata").touch()
         with pytest.raises(VlmdataError, match=r"--like nowhere is not a folder of a Hugging Face checkpoint"):
@@ -250,8 +250,8 @@ _MEMORY = """
 import resource, sys
 from pathlib import Path
 import torch
-from model.parallel import cpu_mode, groups
-from model.weights.convert import to_hf, to_megatron
+from vlmdata.model.parallel import cpu_mode, groups
+from vlmdata.model.weights.convert import to_hf, to_megatron
 groups.initialize(backend="gloo")
 folder = Path(sys.argv[1])
 with cpu_mode.cpu_mode_if_needed():

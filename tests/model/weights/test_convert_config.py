@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 pytest.importorskip("megatron.core")
 
-from model.families import architecture_to_hf
-from model.families.qwen3_5.names import parameter_maps
-from model.training.build import architecture_of
-from model.training.settings.config import ConfigError
-from model.training.settings.config_loading import load_config
-from model.weight_names.table import hf_names
-from model.weights.convert import to_hf, to_megatron
-from model.weights.hf_files import WeightsError
 from tests.model.helpers import random_weights, small_architecture, transformers_model
+from vlmdata.model.families import architecture_to_hf
+from vlmdata.model.families.qwen3_5.names import parameter_maps
+from vlmdata.model.training.build import architecture_of
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.weight_names.table import hf_names
+from vlmdata.model.weights.convert import to_hf, to_megatron
+from vlmdata.model.weights.hf_files import WeightsError
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -138,8 +138,8 @@ class TestUnknownFields:
         to_hf(tmp_path / "megatron", tmp_path / "plain")  # what was converted needs no more ignoring
 
     def test_the_command_ignores_them(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from model.parallel import groups
         from vlmdata.cli.main import app
+        from vlmdata.model.parallel import groups
 
         monkeypatch.setattr(groups, "initialize", lambda **options: None)  # those of this process exist
         monkeypatch.setattr(groups, "destroy", lambda: None)
@@ -155,8 +155,8 @@ class TestUnknownFields:
 def test_the_trainer_ignores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from model.training import build
     from vlmdata.families import family
+    from vlmdata.model.training import build
 
     architecture = small_architecture()
     config = architecture_to_hf(architecture)

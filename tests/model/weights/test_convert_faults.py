@@ -15,14 +15,14 @@ pytest.importorskip("megatron.core")
 from click.testing import Result
 from typer.testing import CliRunner
 
-import model.weights.convert
-from model.parallel import groups
-from model.weights.convert import to_hf, to_megatron
-from model.weights.hf_files import WeightsError
-from model.weights.places import temporary_of
+import vlmdata.model.weights.convert
 from tests.model.weights.test_convert import hf_folder
 from vlmdata.cli.main import app
 from vlmdata.errors import ResourceError
+from vlmdata.model.parallel import groups
+from vlmdata.model.weights.convert import to_hf, to_megatron
+from vlmdata.model.weights.hf_files import WeightsError
+from vlmdata.model.weights.places import temporary_of
 
 pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.slow]
 
@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_named(
 def test_a_checkpoint_that_a_run_removes_meanwhile_is_named(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, count = model.weights.convert.read_piece, 0
+    read, count = vlmdata.model.weights.convert.read_piece, 0
 
     def removed(*arguments: Any) -> Any:
         nonlocal count
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_named(
             shutil.rmtree(checkpoint)
         return read(*arguments)
 
-    monkeypatch.setattr(model.weights.convert, "read_piece", removed)
+    monkeypatch.setattr(vlmdata.model.weights.convert, "read_piece", removed)
     with pytest.raises(WeightsError, match=rf"^{checkpoint} was removed while it was read, .*\(run\.keep\)"):
         to_hf(checkpoint, tmp_path / "out")
     assert names_in(tmp_path) == []
@@ -127,7 +127,7 @@ def test_an_error_of_the_program_stays_one(sources: Path, tmp_path: Path, monkey
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(model.weights.convert, "with_dtypes", fail)
+    monkeypatch.setattr(vlmdata.model.weights.convert, "with_dtypes", fail)
     with pytest.raises(AssertionError, match="a bug"):
         to_hf(sources / "megatron", tmp_path / "out")
     assert names_in(tmp_path) == []

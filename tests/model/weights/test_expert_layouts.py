@@ -15,12 +15,12 @@ pytest.importorskip("megatron.core")
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3VLMoeForConditionalGeneration
 
-from model.families import architecture_to_hf, spec_of
-from model.network.settings import ModelSettings
-from model.weights.convert import to_hf, to_megatron
-from model.weights.hf_files import WeightsError
-from model.weights.hf_load import fill_from_folder
 from tests.model.helpers import small_architecture, weights_of
+from vlmdata.model.families import architecture_to_hf, spec_of
+from vlmdata.model.network.settings import ModelSettings
+from vlmdata.model.weights.convert import to_hf, to_megatron
+from vlmdata.model.weights.hf_files import WeightsError
+from vlmdata.model.weights.hf_load import fill_from_folder
 
 pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.slow]
 

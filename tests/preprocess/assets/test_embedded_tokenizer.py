@@ -20,10 +20,10 @@ from transformers import (
 )
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
-from preprocess.assets import EMBEDDED_TOKENIZER
-from preprocess.chat.tokenizer import load_tokenizer
 from tests.conftest import tree_bytes
 from tools.embedded_tokenizer.build import MARKUP_TOKENS, SPECIAL_TOKENS, VOCABULARY_SIZE, build
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
 
 # Unassigned code points are left out: Python and Rust may know different versions of Unicode, and so of NFC.
 UNICODE = st.text(st.characters(exclude_categories=["Cn", "Cs"]))

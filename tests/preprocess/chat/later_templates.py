@@ -11,7 +11,7 @@ The published texts of Qwen3.6 and Qwen3.8 differ from that of Qwen3.5 as these 
 
 from __future__ import annotations
 
-from preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
 _EARLIER = (EMBEDDED_TOKENIZER / "chat_template.jinja").read_text()
 

@@ -13,9 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from preprocess.assets import EMBEDDED_TOKENIZER
-from preprocess.chat.tokenizer import family_of
-from preprocess.config import ImageConfig
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.families.reference import FAMILIES, image_processor
@@ -25,6 +22,9 @@ from vlmdata.errors import ConfigMismatchError
 from vlmdata.families import REGISTRY, family
 from vlmdata.inspect.sample import rebuild_image
 from vlmdata.media.resize import resize_image
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.chat.tokenizer import family_of
+from vlmdata.preprocess.config import ImageConfig
 from vlmdata.verify.dataset import verify_dataset
 
 BOUNDS = ImageConfig(4096, 16_384)

@@ -12,13 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.chat.template_arguments import names_read, parse_arguments, require_arguments
-from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from preprocess.config import PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import Encoder
-from preprocess.encode.probe import require_usable
-from preprocess.reject import RowRejected
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.preprocess.chat.later_templates import LATER
@@ -28,6 +21,13 @@ from vlmdata import open_dataset
 from vlmdata.errors import SourceError
 from vlmdata.inspect import describe_sample
 from vlmdata.media.image_file import image_file
+from vlmdata.preprocess.chat.template_arguments import names_read, parse_arguments, require_arguments
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from vlmdata.preprocess.config import PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.encode.probe import require_usable
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 

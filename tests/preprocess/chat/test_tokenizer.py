@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from preprocess.assets import EMBEDDED_TOKENIZER
-from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import Conversation, Message, TextPart
-from preprocess.encode import Encoder
-from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, Message, TextPart
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 TALK = Conversation((Message("user", (TextPart("Hi"),)), Message("assistant", (TextPart("Ho"),))))

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.verify.rewriting import edit_manifest_json, rewrite_manifest
 from vlmdata.errors import ConfigMismatchError, SourceError
 from vlmdata.format.manifest import Manifest
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 
 
 class _Stop(Exception):
@@ -126,7 +126,7 @@ def test_one_worker_loads_it_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
         loaded.append(load_tokenizer(*named))
         return loaded[-1]
 
-    for module in ("preprocess.run.making", "preprocess.shards.job"):
+    for module in ("vlmdata.preprocess.run.making", "vlmdata.preprocess.shards.job"):
         monkeypatch.setattr(f"{module}.load_tokenizer", load)
     run()
     assert len(loaded) == 1

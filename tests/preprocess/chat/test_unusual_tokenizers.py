@@ -10,14 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import Encoder
-from preprocess.encode.probe import require_usable
-from preprocess.reject import RowRejected
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, mixed_rows, turn, write_jsonl
 from tests.conftest import encoded_image
 from tests.preprocess.chat.unusual import (
@@ -34,6 +26,14 @@ from tests.preprocess.chat.unusual import (
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.encode.probe import require_usable
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 

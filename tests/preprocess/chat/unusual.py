@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
 #: A short ChatML template with images.
 TEMPLATE = (

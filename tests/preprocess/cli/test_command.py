@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from preprocess.registries import RECIPES
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, Ended, environment, run, start
 from vlmdata import __version__
 from vlmdata.cli.main import main
 from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.preprocess.registries import RECIPES
 
 pytestmark = pytest.mark.slow
 
@@ -356,7 +356,7 @@ class TestExitCodes:
         """Every process that is given a row dies."""
         module = tmp_path / "deadly_recipe.py"
         module.write_text(
-            "import multiprocessing, os\nfrom preprocess.recipes.cord_v2 import CordV2\n\n\n"
+            "import multiprocessing, os\nfrom vlmdata.preprocess.recipes.cord_v2 import CordV2\n\n\n"
             "class Deadly(CordV2):\n    def __call__(self, row):\n"
             "        if multiprocessing.parent_process() is not None:\n            os.kill(os.getpid(), 9)\n"
             "        return super().__call__(row)\n"
@@ -381,7 +381,7 @@ class TestExitCodes:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
 
-        monkeypatch.setattr("preprocess.cli.run_command.preprocess_dataset", interrupted)
+        monkeypatch.setattr("vlmdata.preprocess.cli.run_command.preprocess_dataset", interrupted)
         ended = vlmdata("preprocess", source, "--out", tmp_path / "out", "-j", 1, *TOKENIZER)
         assert ended.code == 130
         assert ended.stderr.endswith("error: interrupted; finished work is kept, and the same command continues\n")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from preprocess.cli.effects import RECIPE_DEPENDENT, flag, obeyed
-from preprocess.conversation import Document
-from preprocess.registries import RECIPES
 from tests.conftest import cord_row, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
 from vlmdata.format.manifest import Manifest
+from vlmdata.preprocess.cli.effects import RECIPE_DEPENDENT, flag, obeyed
+from vlmdata.preprocess.conversation import Document
+from vlmdata.preprocess.registries import RECIPES
 
 Command = Callable[..., Ended]
 CHAT = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]}
@@ -164,7 +164,7 @@ class TestOptionsWithoutEffect:
         self, preprocess: Command, chats: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         (tmp_path / "own_recipe.py").write_text(
-            "from preprocess.recipes.chat import Chat\n\ndef own(media):\n    return Chat(Chat.Options(), media)\n"
+            "from vlmdata.preprocess.recipes.chat import Chat\n\ndef own(media):\n    return Chat(Chat.Options(), media)\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
         ended = preprocess(chats, "--recipe", "own_recipe:own", "--train-turns", "last")

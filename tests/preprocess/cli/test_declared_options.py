@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from preprocess.cli import run_command
-from preprocess.cli.command import PreprocessCommand
-from preprocess.cli.preprocess import preprocess
-from preprocess.config import SHORTENING, Overlong, PreprocessConfig, VariantKind
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.media.codecs import RAW
 from vlmdata.options import declared_fields, filled, option_table
+from vlmdata.preprocess.cli import run_command
+from vlmdata.preprocess.cli.command import PreprocessCommand
+from vlmdata.preprocess.cli.preprocess import preprocess
+from vlmdata.preprocess.config import SHORTENING, Overlong, PreprocessConfig, VariantKind
 
 APP = typer.Typer()
 APP.command()(preprocess)

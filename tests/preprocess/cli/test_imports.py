@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.cli.command import PreprocessCommand
-from preprocess.cli.run_command import runs_own_code
-from preprocess.config import PreprocessConfig
-from preprocess.media_config import VideoConfig
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.cli.command import PreprocessCommand
+from vlmdata.preprocess.cli.run_command import runs_own_code
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.media_config import VideoConfig
 
 _RUN = """
 import sys
@@ -45,9 +45,9 @@ def test_a_tokenizer_loaded_for_its_own_sake_is_the_same(tmp_path, tokenizer):
     """The command imports transformers without torch."""
     tokenizer.save(tmp_path / "tokenizer")
     code = (
-        "import sys, preprocess.chat.only_tokenizers\n"
+        "import sys, vlmdata.preprocess.chat.only_tokenizers\n"
         "assert 'torch' not in sys.modules\n"
-        "from preprocess.chat.tokenizer import load_tokenizer\n"
+        "from vlmdata.preprocess.chat.tokenizer import load_tokenizer\n"
         "print(load_tokenizer(sys.argv[1]).info)\n"
         "assert 'torch' not in sys.modules\n"
         "import torch"
@@ -67,7 +67,7 @@ def test_pandas_is_imported_after_the_last_row(tmp_path):
     pq.write_table(pa.table(row), tmp_path / "chats.parquet")
     watch = (
         "import sys\n"
-        "from preprocess.shards import job\n"
+        "from vlmdata.preprocess.shards import job\n"
         "made = job.index_table\n"
         "def index_table(*rows):\n"
         "    assert 'pandas' not in sys.modules\n"

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.cli.progress import Snapshot, pause_after, progress_json, progress_line
-from preprocess.shards.counters import Counters, Counts
-from preprocess.shards.job import RowOutcome
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.ledger import Rejection
 from vlmdata.format.shard import ItemPlace, Placement
 from vlmdata.media.codecs import IMAGE, ItemShape
+from vlmdata.preprocess.cli.progress import Snapshot, pause_after, progress_json, progress_line
+from vlmdata.preprocess.shards.counters import Counters, Counts
+from vlmdata.preprocess.shards.job import RowOutcome
 from vlmdata.reasons import Reason
 
 COUNTS = Counts(rows=100, images=90, tokens=9000, bytes=80_000_000, rejects={})

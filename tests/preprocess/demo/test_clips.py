@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preprocess.demo import clips
-from preprocess.demo.chat import demo_conversation
-from preprocess.demo.clips import write_demo_clips
-from preprocess.recipes.chat import Chat
-from preprocess.recipes.media import MediaLoader
-from preprocess.row import Row
 from vlmdata.media.video import read_contents, sample_video
+from vlmdata.preprocess.demo import clips
+from vlmdata.preprocess.demo.chat import demo_conversation
+from vlmdata.preprocess.demo.clips import write_demo_clips
+from vlmdata.preprocess.recipes.chat import Chat
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.row import Row
 
 
 def _collecting(frames: list[np.ndarray], *_: object) -> Callable[[int, np.ndarray], None]:

@@ -18,12 +18,12 @@ import PIL
 import pytest
 from PIL import Image, ImageOps
 
-from preprocess.demo import DEMO_VERSION, ensure_demo_dataset
-from preprocess.demo.chat import KINDS as CHAT_KINDS
-from preprocess.demo.chat import demo_conversation
-from preprocess.demo.compose import LOCALES, Receipt, gt_parse, locale_named
-from preprocess.demo.photo import KINDS, MAX_SIZE, encode, shoot
-from preprocess.demo.row import DemoReceipt, demo_content, demo_page, demo_receipt
+from vlmdata.preprocess.demo import DEMO_VERSION, ensure_demo_dataset
+from vlmdata.preprocess.demo.chat import KINDS as CHAT_KINDS
+from vlmdata.preprocess.demo.chat import demo_conversation
+from vlmdata.preprocess.demo.compose import LOCALES, Receipt, gt_parse, locale_named
+from vlmdata.preprocess.demo.photo import KINDS, MAX_SIZE, encode, shoot
+from vlmdata.preprocess.demo.row import DemoReceipt, demo_content, demo_page, demo_receipt
 
 BLOCK = 32  # every kind of image is dealt within so many rows
 
@@ -74,7 +74,7 @@ def sha(data: bytes) -> str:
 def test_row_is_the_same_alone_and_in_sequence() -> None:
     in_sequence = [sha(drawn_block()[row].file.data) for row in (0, 3, 7)]
     program = (
-        "import hashlib; from preprocess.demo.row import demo_receipt\n"
+        "import hashlib; from vlmdata.preprocess.demo.row import demo_receipt\n"
         "for row in (7, 3, 0): print(hashlib.sha256(demo_receipt(row).file.data).hexdigest())"
     )
     # Another process with another hash seed: nothing may depend on the order of a set or on warm caches.

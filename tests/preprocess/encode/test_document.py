@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText
-from preprocess.conversation import Document, ImagePart, TextPart
-from preprocess.encode import Encoder
-from preprocess.encode.document import cut
-from preprocess.reject import RowRejected
 from tests.chat_rows import data_uri, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.preprocess.encode.test_parity_transformers import assert_equal, build_processor, images, texts
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.media.decode import decode_image
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText
+from vlmdata.preprocess.conversation import Document, ImagePart, TextPart
+from vlmdata.preprocess.encode import Encoder
+from vlmdata.preprocess.encode.document import cut
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 

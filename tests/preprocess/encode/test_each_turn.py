@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainThink, TrainTurns
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.encode.probe import _index_row
-from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from tests.preprocess.chat.unusual import write_tokenizer
 from vlmdata.format.schema import sample_key
 from vlmdata.media.decode import decode_image
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainThink, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.encode.probe import _index_row
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.verify.sample import SampleRules, audit_sample
 
@@ -218,7 +218,7 @@ VERBATIM = (
 
 @pytest.fixture(scope="module", params=["true", "false"], ids=["think block", "no think block"])
 def verbatim(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from preprocess.chat.tokenizer import load_tokenizer
+    from vlmdata.preprocess.chat.tokenizer import load_tokenizer
 
     template = VERBATIM.replace("BLOCK", request.param)
     return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("verbatim") / "tokenizer", template=template))
@@ -251,7 +251,7 @@ def test_an_answer_that_begins_with_whitespace_follows_the_prompt_of_inference(
 
 def test_a_newline_that_the_template_writes_belongs_to_the_header(tokenizer: Any, tmp_path: Path) -> None:
     """At inference it is in the prompt, as one token with the header's, so it must not be cut off."""
-    from preprocess.chat.tokenizer import load_tokenizer
+    from vlmdata.preprocess.chat.tokenizer import load_tokenizer
 
     template = VERBATIM.replace("BLOCK", "false").replace("{{ m.role }}\n", "{{ m.role }}\n\n")
     other = load_tokenizer(write_tokenizer(tmp_path / "tokenizer", template=template))

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from preprocess.chat.tokenizer import _PIECE, ChatTokenizer
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig
-from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
-from preprocess.encode import Encoder, image
-from preprocess.reject import RowRejected
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image
+from vlmdata.preprocess.chat.tokenizer import _PIECE, ChatTokenizer
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import Encoder, image
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 
@@ -87,7 +87,7 @@ class TestOverlongByImages:
         sample = talk([picture(seed) for seed in range(60)])
         found = rejection(encoder, sample)
         assert (found.reason, decoded) == (Reason.OVERLONG, [])
-        monkeypatch.setattr("preprocess.encode.encoder.item_tokens", lambda *_, **__: None)
+        monkeypatch.setattr("vlmdata.preprocess.encode.encoder.item_tokens", lambda *_, **__: None)
         assert rejection(encoder, sample).message == found.message
         assert len(decoded) == 60
 
@@ -98,7 +98,7 @@ class TestOverlongByImages:
         document = Document((*(picture(seed) for seed in range(60)), TextPart("Text.")))
         found = rejection(encoder, document)
         assert (found.reason, decoded) == (Reason.OVERLONG, [])
-        monkeypatch.setattr("preprocess.encode.document.image_tokens", lambda *_, **__: None)
+        monkeypatch.setattr("vlmdata.preprocess.encode.document.image_tokens", lambda *_, **__: None)
         assert rejection(encoder, document).message == found.message
 
     def test_the_limit_is_the_same_as_after_decoding(self, tokenizer: ChatTokenizer) -> None:

@@ -17,18 +17,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import BoxPart, Conversation, ImagePart, LabelPart, Message, PointPart, TextPart
-from preprocess.encode import Encoder, encode_image
-from preprocess.encode.grounding import with_grounding_as_text
-from preprocess.encode.kept import kept_text
-from preprocess.grounding import Form, GroundingPart, Unit
-from preprocess.recipes.base import Candidate, load_recipe
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.preprocess.extend_pages import write_example
 from vlmdata.families import REGISTRY, family
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import BoxPart, Conversation, ImagePart, LabelPart, Message, PointPart, TextPart
+from vlmdata.preprocess.encode import Encoder, encode_image
+from vlmdata.preprocess.encode.grounding import with_grounding_as_text
+from vlmdata.preprocess.encode.kept import kept_text
+from vlmdata.preprocess.grounding import Form, GroundingPart, Unit
+from vlmdata.preprocess.recipes.base import Candidate, load_recipe
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 BOUNDS = ImageConfig(4096, 65_536)

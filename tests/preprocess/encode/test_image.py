@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from preprocess.config import ImageConfig
-from preprocess.conversation import ImagePart
-from preprocess.encode import encode_image
-from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.image_file import image_file
+from vlmdata.preprocess.config import ImageConfig
+from vlmdata.preprocess.conversation import ImagePart
+from vlmdata.preprocess.encode import encode_image
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import ImagePart
-from preprocess.encode import encode_image
-from preprocess.encode.probe import require_usable
 from tests.conftest import encoded_image
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, user
 from vlmdata.errors import UsageError
 from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import ImagePart
+from vlmdata.preprocess.encode import encode_image
+from vlmdata.preprocess.encode.probe import require_usable
 from vlmdata.reasons import Reason
 
 RUN = ImageConfig(min_pixels=16_384, max_pixels=65_536)

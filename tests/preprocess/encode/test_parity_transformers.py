@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.recipes.base import load_recipe
-from preprocess.reject import RowRejected
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import SHARED_DATA, encoded_image
 from tests.families.reference import rope_index
 from vlmdata.families import family
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.decode import decode_image
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 
 CHECKPOINT = ImageConfig(min_pixels=65_536, max_pixels=16_777_216)
@@ -236,8 +236,8 @@ def test_pixel_values_of_all_256_values_are_the_processors(dtype: torch.dtype, t
 
 def test_the_stored_shards_equal_the_processor_too(tokenizer: Any, tmp_path: Path) -> None:
     """End to end: what a reader gets from disk, not only what the encoder returned."""
-    from preprocess.run.dataset import preprocess_dataset
     from vlmdata import open_dataset
+    from vlmdata.preprocess.run.dataset import preprocess_dataset
 
     config = PreprocessConfig(image=SMALL, rows_per_shard=4)
     source = open_source("demo", limit=10)

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.encode.shorten import encode_shortened
-from preprocess.recipes.base import Candidate
-from preprocess.reject import RowRejected
-from preprocess.shards.job import encoded_candidates
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
 from vlmdata import open_dataset
 from vlmdata.families import family
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.encode.shorten import encode_shortened
+from vlmdata.preprocess.recipes.base import Candidate
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.shards.job import encoded_candidates
 from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 
@@ -139,7 +139,7 @@ def test_images_shrink_as_little_as_possible(
 
 @pytest.mark.parametrize("name", ["gemma4", "internvl"])
 def test_budgets_are_those_of_the_family(name: str) -> None:
-    from preprocess.encode.shorten import _budgets
+    from vlmdata.preprocess.encode.shorten import _budgets
 
     rules = family(name)
     budgets = _budgets(rules, rules.min_pixels, rules.min_pixels, rules.max_pixels)
@@ -178,7 +178,7 @@ def test_options_without_meaning_are_refused(options: dict[str, Any], message: s
 
 def test_boxes_of_a_smaller_image_are_its_own(tokenizer: Any) -> None:
     """Coordinates in pixels are those of the shrunk image."""
-    from preprocess.grounding import BoxPart
+    from vlmdata.preprocess.grounding import BoxPart
 
     answer = Message("assistant", (BoxPart((10, 20, 200, 120)),))
     made = Conversation((Message("user", (PICTURES[3], TextPart("Where?"))), answer))

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText, TrainThink, TrainTurns
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText, TrainThink, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 END = "<|im_end|>\n"

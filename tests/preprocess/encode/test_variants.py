@@ -17,8 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns, VariantKind
-from preprocess.conversation import (
+from tests.chat_rows import image_item, turn, write_jsonl
+from tests.conftest import build_dataset, tree_bytes
+from tests.preprocess.command_line import Ended
+from vlmdata import open_dataset
+from vlmdata.families import REGISTRY, family
+from vlmdata.families.coordinates import coordinates_in
+from vlmdata.inspect import describe_dataset, describe_sample
+from vlmdata.inspect.sample import rebuild_image
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns, VariantKind
+from vlmdata.preprocess.conversation import (
     BoxPart,
     Conversation,
     Document,
@@ -28,27 +36,19 @@ from preprocess.conversation import (
     TextPart,
     VideoPart,
 )
-from preprocess.encode import encode_image
-from preprocess.encode.grounding import with_grounding_as_text
-from preprocess.encode.image import encode_images, image_tokens
-from preprocess.encode.lengths import image_tokens_of
-from preprocess.encode.variants import with_variants
-from preprocess.recipes.base import Candidate
-from preprocess.recipes.context import RecipeContext
-from preprocess.recipes.polygons import Polygons, box_around
-from preprocess.recode.run import OldDataset
-from preprocess.reject import RowRejected
-from preprocess.retokenize.run import old_config, retokenize_dataset
-from preprocess.row import Row
-from preprocess.sources.open import open_source
-from tests.chat_rows import image_item, turn, write_jsonl
-from tests.conftest import build_dataset, tree_bytes
-from tests.preprocess.command_line import Ended
-from vlmdata import open_dataset
-from vlmdata.families import REGISTRY, family
-from vlmdata.families.coordinates import coordinates_in
-from vlmdata.inspect import describe_dataset, describe_sample
-from vlmdata.inspect.sample import rebuild_image
+from vlmdata.preprocess.encode import encode_image
+from vlmdata.preprocess.encode.grounding import with_grounding_as_text
+from vlmdata.preprocess.encode.image import encode_images, image_tokens
+from vlmdata.preprocess.encode.lengths import image_tokens_of
+from vlmdata.preprocess.encode.variants import with_variants
+from vlmdata.preprocess.recipes.base import Candidate
+from vlmdata.preprocess.recipes.context import RecipeContext
+from vlmdata.preprocess.recipes.polygons import Polygons, box_around
+from vlmdata.preprocess.recode.run import OldDataset
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset

@@ -13,12 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from preprocess.chat.render import Rendered
-from preprocess.config import VideoConfig, VideoLayout, VideoSampler
-from preprocess.conversation import Conversation, ImagePart, TextPart
-from preprocess.reject import RowRejected
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.families.reference import rope_index
 from tests.preprocess.encode.test_videos import (
@@ -34,6 +28,12 @@ from tests.preprocess.encode.test_videos import (
 from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.families import family
+from vlmdata.preprocess.chat.render import Rendered
+from vlmdata.preprocess.config import VideoConfig, VideoLayout, VideoSampler
+from vlmdata.preprocess.conversation import Conversation, ImagePart, TextPart
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.sample import SampleRules, audit_sample

@@ -13,11 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import EMBEDDED, DamagedVideos, ImageConfig, PreprocessConfig, TrainTurns, VideoConfig
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from tests.families.reference import FAMILIES, image_processor, rope_index
 from tests.media.video.clips import clip
@@ -25,6 +20,11 @@ from vlmdata.families import family
 from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.media.decode import decode_image
 from vlmdata.media.video import read_contents, sample_video
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import EMBEDDED, DamagedVideos, ImageConfig, PreprocessConfig, TrainTurns, VideoConfig
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 IMAGES = {"qwen2_5_vl": (3136, 20_000)}
@@ -281,7 +281,7 @@ def test_a_sample_that_is_too_long_is_rejected_before_decoding(monkeypatch: pyte
     def refuse(*_: Any) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr("preprocess.encode.items.encode_video", refuse)
+    monkeypatch.setattr("vlmdata.preprocess.encode.items.encode_video", refuse)
     with pytest.raises(RowRejected, match=r"overlong: \d+ tokens"):
         short.encode(talk(CLIPS[1]))
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.encode.sample import LEAST, MOST
-from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.encode.sample import LEAST, MOST
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 IMAGE = ImagePart(encoded_image(64, 64))

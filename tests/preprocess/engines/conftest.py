@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.engines.every_engine import CONFIG
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 
 
 @pytest.fixture(scope="module")

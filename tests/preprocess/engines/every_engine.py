@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.engines.base import Engine, ShardWork
-from preprocess.run.dataset import Watcher, preprocess_dataset
-from preprocess.shards.counters import Counters
-from preprocess.shards.job import ShardJob
-from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.engines.base import Engine, ShardWork
+from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.job import ShardJob
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 
 CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=6)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from preprocess.conversation import Conversation
-from preprocess.row import Row
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.conversation import Conversation
+from vlmdata.preprocess.row import Row
 
 
 class Refusing:

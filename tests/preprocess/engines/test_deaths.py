@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from preprocess.engines.local import Local
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import SMALL_IMAGES, Ended, run
 from tests.preprocess.run.runs import config
 from vlmdata.errors import ResourceError
+from vlmdata.preprocess.engines.local import Local
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.verify.dataset import verify_dataset
 
 RECIPE = """
 import os
 import signal
 
-from preprocess.recipes.cord_v2 import CordV2
+from vlmdata.preprocess.recipes.cord_v2 import CordV2
 
 
 class Deadly(CordV2):
@@ -47,7 +47,7 @@ def options(recipe: str, *more: Any) -> tuple[Any, ...]:
 def test_a_run_that_it_ends_names_shard_row_and_signal(
     cord_parquet: Path, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("preprocess.engines.local.MAX_DEATHS", 2)
+    monkeypatch.setattr("vlmdata.preprocess.engines.local.MAX_DEATHS", 2)
     with pytest.raises(ResourceError) as caught:
         preprocess_dataset(
             open_source(str(cord_parquet), limit=18), tmp_path / "out", config(recipe=recipe), workers=2, engine=Local()

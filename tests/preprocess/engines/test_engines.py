@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preprocess.engines.base import Engine, ShardWork, load_engine, make_shard, make_shards
-from preprocess.engines.local import Local
-from preprocess.registries import ENGINES as BUILT_IN
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.shards.counters import Counters
-from preprocess.shards.job import ShardJob, ShardRecord
-from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
 from tests.preprocess.engines.every_engine import CONFIG, EveryEngine, work_of
 from tests.preprocess.extend_pages import write_example
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.engines.base import Engine, ShardWork, load_engine, make_shard, make_shards
+from vlmdata.preprocess.engines.local import Local
+from vlmdata.preprocess.registries import ENGINES as BUILT_IN
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.job import ShardJob, ShardRecord
+from vlmdata.preprocess.sources.open import open_source
 
 pytestmark = pytest.mark.slow
 
@@ -191,7 +191,7 @@ POOL = """
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-from preprocess.engines.base import Engine, make_shard
+from vlmdata.preprocess.engines.base import Engine, make_shard
 
 
 def make(work, job):

@@ -23,18 +23,18 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.engines import ray as engine
-from preprocess.engines.base import Engine, load_engine
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.shards.counters import Counters
-from preprocess.shards.fingerprints import fingerprints
-from preprocess.shards.job import ShardJob
-from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, environment, finished_shards, start, wait_until
 from tests.preprocess.engines.every_engine import EveryEngine, work_of
 from vlmdata.errors import ResourceError, SourceError
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.engines import ray as engine
+from vlmdata.preprocess.engines.base import Engine, load_engine
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.fingerprints import fingerprints
+from vlmdata.preprocess.shards.job import ShardJob
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 
@@ -52,7 +52,7 @@ LOOK = 0.2
 #: The rows of the last shards wait for a file, so that a run cannot end before a test wants it to.
 _RECIPE = """
 import os, time
-from preprocess.recipes.cord_v2 import CordV2
+from vlmdata.preprocess.recipes.cord_v2 import CordV2
 
 class Slow(CordV2):
     def __call__(self, row):
@@ -257,7 +257,7 @@ def shutdown():
 
 import ray
 atexit.register(shutdown)  # as Ray registers its own
-from preprocess.engines.base import load_engine
+from vlmdata.preprocess.engines.base import load_engine
 load_engine("ray")
 load_engine("ray")
 raise SystemExit(130)
@@ -315,7 +315,7 @@ def test_what_is_shipped_of_the_users_own_code(tmp_path: Path, monkeypatch: pyte
     recipe, recipes, codec = (str(tmp_path / name) for name in ("own_recipe.py", "own_recipes", "own_codec.py"))
     for name, shipped in (
         ("cord_v2", []),
-        ("preprocess.recipes.text:Text", []),
+        ("vlmdata.preprocess.recipes.text:Text", []),
         ("json:loads", []),
         ("own_recipe:Mine", [recipe]),
         ("own_recipes.deep:Mine", [recipes]),

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from preprocess.conversation import Conversation, TextPart
-from preprocess.recipes.chat import Chat
-from preprocess.recipes.chat.content import StrayMarks
-from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected
-from preprocess.row import Row
+from vlmdata.preprocess.conversation import Conversation, TextPart
+from vlmdata.preprocess.recipes.chat import Chat
+from vlmdata.preprocess.recipes.chat.content import StrayMarks
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from preprocess.conversation import Conversation, ImagePart, TextPart
-from preprocess.recipes.base import load_recipe
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.conftest import build_dataset, encoded_image
+from vlmdata.preprocess.conversation import Conversation, ImagePart, TextPart
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 

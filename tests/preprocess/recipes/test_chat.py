@@ -13,9 +13,9 @@ from datasets import Dataset, Features, Json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.preprocess.recipes.chat_recipe import convert, seen, user
+from vlmdata.preprocess.sources.open import open_source
 
 NAMES = ("a", "b", "c")
 

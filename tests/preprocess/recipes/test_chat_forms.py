@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.recipes.base import load_recipe
-from preprocess.recipes.chat import Chat
-from preprocess.recipes.chat.recipe import Unmarked
-from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, seen, user
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recipes.chat import Chat
+from vlmdata.preprocess.recipes.chat.recipe import Unmarked
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 PAIRS = [("instruction", "output"), ("query", "response"), ("prompt", "completion")]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.recipes.base import load_recipe
-from preprocess.row import Row
 from tests.preprocess.recipes.chat_recipe import answer, check_rejected, convert, seen, user
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 CONTENT, MESSAGES, PREFERENCE = Reason.UNSUPPORTED_CONTENT, Reason.MALFORMED_MESSAGES, Reason.PREFERENCE_DATA

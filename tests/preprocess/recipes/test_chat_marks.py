@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.recipes.chat import Chat
-from preprocess.recipes.chat.content import StrayMarks
-from preprocess.recipes.chat.recipe import Unmarked
-from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, seen, user
+from vlmdata.preprocess.recipes.chat import Chat
+from vlmdata.preprocess.recipes.chat.content import StrayMarks
+from vlmdata.preprocess.recipes.chat.recipe import Unmarked
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 COUNT, CONTENT = Reason.IMAGE_COUNT_MISMATCH, Reason.UNSUPPORTED_CONTENT

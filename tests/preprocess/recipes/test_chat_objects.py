@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from preprocess.conversation import BoxPart, LabelPart, PointPart, TextPart
-from preprocess.grounding import Form, Unit
-from preprocess.recipes.chat import Chat
-from preprocess.recipes.chat.objects import BoxForm
-from preprocess.recipes.media import MediaLoader
-from preprocess.row import Row
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert
+from vlmdata.preprocess.conversation import BoxPart, LabelPart, PointPart, TextPart
+from vlmdata.preprocess.grounding import Form, Unit
+from vlmdata.preprocess.recipes.chat import Chat
+from vlmdata.preprocess.recipes.chat.objects import BoxForm
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 #: Two rows of ms-swift's documentation ("Custom dataset", grounding), with an image of bytes.

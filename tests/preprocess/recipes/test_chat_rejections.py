@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from preprocess.recipes.base import load_recipe
-from preprocess.reject import RowRejected
-from preprocess.row import Row
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 USER = {"role": "user", "content": "?"}

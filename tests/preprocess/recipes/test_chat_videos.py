@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from preprocess.conversation import TextPart, VideoPart
-from preprocess.recipes.chat.content import StrayMarks
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, user
+from vlmdata.preprocess.conversation import TextPart, VideoPart
+from vlmdata.preprocess.recipes.chat.content import StrayMarks
 from vlmdata.reasons import Reason
 
 COUNT, FRAMES, CONTENT = Reason.VIDEO_COUNT_MISMATCH, Reason.VIDEO_FRAMES, Reason.UNSUPPORTED_CONTENT

@@ -14,13 +14,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import vlmdata
-from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
-from preprocess.encode import encode_image
-from preprocess.recipes.base import load_recipe
-from preprocess.recipes.context import RecipeContext
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.families.reference import FAMILIES
@@ -28,6 +21,13 @@ from tests.preprocess.command_line import Ended
 from tests.preprocess.extend_pages import write_example
 from vlmdata.families import family
 from vlmdata.inspect.sample import describe_sample
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
+from vlmdata.preprocess.encode import encode_image
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recipes.context import RecipeContext
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.verify.dataset import verify_dataset
 
 

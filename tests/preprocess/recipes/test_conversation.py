@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.base import load_recipe, unexpected
-from preprocess.row import Row
 from tests.list_recipe import NAME
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from vlmdata.preprocess.recipes.base import load_recipe, unexpected
+from vlmdata.preprocess.row import Row
 
 TEXT = TextPart("a")
 
@@ -56,7 +56,7 @@ def test_weights_are_finite_and_not_negative(weight: float) -> None:
 
 def test_the_place_of_an_error_is_in_the_recipe_not_where_a_library_raised_it() -> None:
     recipe = load_recipe(NAME)
-    row = Row(0, {"form": "list", "samples": [3]})  # TextPart(3) raises within preprocess.conversation
+    row = Row(0, {"form": "list", "samples": [3]})  # TextPart(3) raises within vlmdata.preprocess.conversation
     with pytest.raises(TypeError) as raised:
         recipe(row)
     assert raised.traceback[-1].path.name == "conversation.py"

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.conversation import Conversation, ImagePart
-from preprocess.recipes.base import load_recipe
-from preprocess.recipes.cord_v2 import Target, donut_tokens
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.conftest import encoded_image
+from vlmdata.preprocess.conversation import Conversation, ImagePart
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recipes.cord_v2 import Target, donut_tokens
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 IMAGE = encoded_image()

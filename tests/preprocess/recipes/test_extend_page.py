@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.conversation import Conversation
-from preprocess.own_options import describe_options
-from preprocess.recipes.base import load_recipe
-from preprocess.registries import RECIPES
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.conftest import encoded_image
 from tests.preprocess.extend_pages import write_example
+from vlmdata.preprocess.conversation import Conversation
+from vlmdata.preprocess.own_options import describe_options
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.registries import RECIPES
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 
 
 def test_the_recipe_has_options_and_reads_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

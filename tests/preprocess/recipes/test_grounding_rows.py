@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import BoxPart, Conversation, ImagePart, PointPart, TextPart
-from preprocess.encode.grounding import with_grounding_as_text
-from preprocess.grounding import Unit
-from preprocess.recipes.base import candidates_of, load_recipe
-from preprocess.recipes.coco_names import COCO
-from preprocess.reject import RowRejected
-from preprocess.row import Row, Struct
 from tests.conftest import encoded_image
 from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.conversation import BoxPart, Conversation, ImagePart, PointPart, TextPart
+from vlmdata.preprocess.encode.grounding import with_grounding_as_text
+from vlmdata.preprocess.grounding import Unit
+from vlmdata.preprocess.recipes.base import candidates_of, load_recipe
+from vlmdata.preprocess.recipes.coco_names import COCO
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row, Struct
 from vlmdata.reasons import Reason
 
 FILE = encoded_image(width=80, height=60)

@@ -15,19 +15,19 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
-from preprocess.recipes import image_files
-from preprocess.recipes.image_files import changed_files, write_files
-from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected
-from preprocess.run.claim import Part
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset, preprocess_part
-from preprocess.run.finish import finish_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError
 from vlmdata.format.manifest import Manifest
+from vlmdata.preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
+from vlmdata.preprocess.recipes import image_files
+from vlmdata.preprocess.recipes.image_files import changed_files, write_files
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.run.claim import Part
+from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset, preprocess_part
+from vlmdata.preprocess.run.finish import finish_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.conversation import Conversation
-from preprocess.recipes.base import candidates_of, load_recipe
-from preprocess.row import Row
 from tests.conftest import tree_bytes
 from tests.list_recipe import LIST_KEYS, LIST_REJECTS, NAME, build_lists
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import parse_key, sample_key
+from vlmdata.preprocess.conversation import Conversation
+from vlmdata.preprocess.recipes.base import candidates_of, load_recipe
+from vlmdata.preprocess.row import Row
 from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 

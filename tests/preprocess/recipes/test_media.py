@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.recipes import web_images
-from preprocess.recipes.file_kinds import IMAGES, VIDEOS, FileKind
-from preprocess.recipes.media import MediaLoader, file_names
-from preprocess.reject import RowRejected
+from vlmdata.preprocess.recipes import web_images
+from vlmdata.preprocess.recipes.file_kinds import IMAGES, VIDEOS, FileKind
+from vlmdata.preprocess.recipes.media import MediaLoader, file_names
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 
 SECRET = b"secret"

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.conversation import BoxPart, Conversation
-from preprocess.grounding import Form
-from preprocess.recipes.base import load_recipe
-from preprocess.recipes.chat import Chat
-from preprocess.recipes.media import MediaLoader
-from preprocess.recipes.polygons import Polygons, box_around
-from preprocess.reject import RowRejected
-from preprocess.row import Row, Struct
 from tests.conftest import encoded_image
+from vlmdata.preprocess.conversation import BoxPart, Conversation
+from vlmdata.preprocess.grounding import Form
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recipes.chat import Chat
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.recipes.polygons import Polygons, box_around
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row, Struct
 from vlmdata.reasons import Reason
 
 #: A quad of a turned line of text, and the box around it.

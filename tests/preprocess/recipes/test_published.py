@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from preprocess.recipes.choice import choose_recipe
-from preprocess.sources.open import open_source
 from tests.conftest import encoded_image
 from tests.preprocess.command_line import SMALL_IMAGES, Ended
 from vlmdata import open_dataset
 from vlmdata.inspect import describe_sample
+from vlmdata.preprocess.recipes.choice import choose_recipe
+from vlmdata.preprocess.sources.open import open_source
 
 PAGE = Path(__file__).parents[3] / "docs" / "published-datasets.md"
 #: A line of a table whose last cell is a command.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.cli import preprocess as command
-from preprocess.conversation import Conversation, Document
-from preprocess.own_options import constructor_takes, declared_options, describe_options, options_class
-from preprocess.recipes.base import PARTS, load_recipe
-from preprocess.registries import RECIPES
+from vlmdata.preprocess.cli import preprocess as command
+from vlmdata.preprocess.conversation import Conversation, Document
+from vlmdata.preprocess.own_options import constructor_takes, declared_options, describe_options, options_class
+from vlmdata.preprocess.recipes.base import PARTS, load_recipe
+from vlmdata.preprocess.registries import RECIPES
 
 DOCS = Path(__file__).parents[3] / "docs" / "recipes.md"
 

@@ -11,13 +11,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
-from preprocess.recipes.file_kinds import IMAGES, VIDEOS
-from preprocess.recipes.media import MediaLoader, require_image_root
-from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
-from preprocess.reject import RowRejected
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.conftest import encoded_image, tree_bytes
 from tests.object_store import forget_file_systems
 from tests.proxy import Request, Trouble
@@ -25,6 +18,13 @@ from tests.web import serving_files
 from vlmdata import attempts
 from vlmdata.errors import SourceError
 from vlmdata.format.schema import IMAGE_FILES_NAME, LEDGER_NAME, MANIFEST_NAME
+from vlmdata.preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
+from vlmdata.preprocess.recipes.file_kinds import IMAGES, VIDEOS
+from vlmdata.preprocess.recipes.media import MediaLoader, require_image_root
+from vlmdata.preprocess.recipes.remote_root import FetchProblem, RemoteRoot
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 
 PATHS = ["a.png", "sub/b.png", "./sub/../c.png", "sub/./missing.png", "../out.png", "empty.png", "a.png", "é ü.png"]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from preprocess.conversation import Document, ImagePart, TextPart
-from preprocess.recipes.base import load_recipe
-from preprocess.recipes.text import Text
-from preprocess.reject import RowRejected
-from preprocess.row import Row
 from tests.chat_rows import data_uri
 from tests.conftest import encoded_image
+from vlmdata.preprocess.conversation import Document, ImagePart, TextPart
+from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recipes.text import Text
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 
 ONE, TWO = data_uri(seed=1), data_uri(seed=2)
 BYTES = {"bytes": encoded_image(seed=1), "path": None}

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from preprocess.cli.report import report_of
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.closing import most_frequent
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.shards.fingerprints import recipe_fingerprint
-from preprocess.shards.job import ShardRecord, shortened
-from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import TOKENIZER, Ended
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest, ShardInfo, Totals, summed
+from vlmdata.preprocess.cli.report import report_of
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.closing import most_frequent
+from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from vlmdata.preprocess.shards.fingerprints import recipe_fingerprint
+from vlmdata.preprocess.shards.job import ShardRecord, shortened
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
@@ -146,4 +146,4 @@ def test_the_fingerprint_of_a_recipe_covers_every_file_of_its_package(
         seen.add(recipe_fingerprint("fingerprinted_recipes:Recipe"))
     assert len(seen) == 4
     assert recipe_fingerprint("fingerprinted_recipes.recipe:Recipe") not in seen
-    assert recipe_fingerprint("chat") != recipe_fingerprint("preprocess.recipes.chat.recipe:Chat")
+    assert recipe_fingerprint("chat") != recipe_fingerprint("vlmdata.preprocess.recipes.chat.recipe:Chat")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from preprocess.conversation import Conversation, ImagePart, TextPart
-from preprocess.recipes.base import candidates_of, load_recipe
-from preprocess.reject import RowRejected
-from preprocess.row import Row
+from vlmdata.preprocess.conversation import Conversation, ImagePart, TextPart
+from vlmdata.preprocess.recipes.base import candidates_of, load_recipe
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
 
 IMAGE = {"bytes": b"pixels", "path": "7.jpg"}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from preprocess.recode.run import recode_dataset
 from tests.conftest import tree_bytes
 from tests.preprocess.crash_driver import die_at_each_step
 from tests.preprocess.recode.rows import build, write_source
 from vlmdata.media.codecs import REGISTRY
+from vlmdata.preprocess.recode.run import recode_dataset
 
 
 def main(folder: Path) -> None:

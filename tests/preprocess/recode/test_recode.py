@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 import vlmdata
-from preprocess.recode.run import recode_dataset
 from tests.conftest import tree_bytes as all_bytes
 from tests.forked import ROOT, run_forked
 from tests.format.as_earlier import as_earlier
@@ -27,6 +26,7 @@ from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, MANIFEST_NAME, R
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.terminal.card import print_card
 from vlmdata.media.codecs import REGISTRY
+from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset

@@ -11,13 +11,6 @@ from typing import Any
 
 import pytest
 
-from preprocess.assets import EMBEDDED_TOKENIZER
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns, VideoConfig
-from preprocess.recode.run import OldDataset
-from preprocess.retokenize.run import old_config, retokenize_dataset
-from preprocess.run.dataset import Watcher, preprocess_dataset
-from preprocess.sources.holdout import hold_out
-from preprocess.sources.open import open_source
 from tests.changing_source import Team, row
 from tests.chat_rows import mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
@@ -31,6 +24,13 @@ from vlmdata import open_dataset
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.schema import IMAGE_FILES_NAME, MANIFEST_NAME
 from vlmdata.media.decode import decode_image
+from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns, VideoConfig
+from vlmdata.preprocess.recode.run import OldDataset
+from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
+from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
+from vlmdata.preprocess.sources.holdout import hold_out
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset
@@ -88,8 +88,8 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("pixels were decoded")
 
     for place in ("image.decode_image", "video.decode_image", "video.sample_video", "video.read_contents"):
-        monkeypatch.setattr(f"preprocess.encode.{place}", refuse)
-    monkeypatch.setattr("preprocess.recode.shard.decode_item", refuse)
+        monkeypatch.setattr(f"vlmdata.preprocess.encode.{place}", refuse)
+    monkeypatch.setattr("vlmdata.preprocess.recode.shard.decode_item", refuse)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["source", "shards"])

@@ -31,7 +31,7 @@ def recipe_module(tmp_path: Path) -> Iterator[Callable[[str], str]]:
 
     def write(body: str) -> str:
         names.append(f"recipe_of_{tmp_path.name}_{len(names)}".replace("-", "_"))
-        header = "from preprocess.recipes.cord_v2 import CordV2\nfrom vlmdata.errors import SourceError\n\n\n"
+        header = "from vlmdata.preprocess.recipes.cord_v2 import CordV2\nfrom vlmdata.errors import SourceError\n\n\n"
         (folder / f"{names[-1]}.py").write_text(header + body)
         return f"{names[-1]}:Custom"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.sources.open import open_source
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 
 IMAGES = ImageConfig(min_pixels=1024, max_pixels=65_536)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.shards.fingerprints import identity_changes
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import cord_row, write_cord_parquet
 from tests.preprocess.extend_pages import write_named_file
@@ -20,6 +19,7 @@ from vlmdata import families
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.manifest import Manifest, canonical_hash
 from vlmdata.media import codecs
+from vlmdata.preprocess.shards.fingerprints import identity_changes
 from vlmdata.verify.dataset import verify_dataset
 
 FAMILY = """
@@ -143,7 +143,7 @@ class TestRemedies:
 
 
 def said(before: list[dict[str, object]], now: list[dict[str, object]]) -> str:
-    from preprocess.shards.fingerprints import refusal
+    from vlmdata.preprocess.shards.fingerprints import refusal
 
     config: dict[str, object] = {"config": {"options": {}, "fingerprints": {}}, "tokenizer": {}}
     one, other = ({**config, "source": {"files": files}} for files in (before, now))

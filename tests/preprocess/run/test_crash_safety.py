@@ -18,9 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.forked import ROOT, run_forked
 from tests.preprocess.command_line import (
@@ -33,6 +30,9 @@ from tests.preprocess.command_line import (
     wait_until,
     workers_of,
 )
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.verify.dataset import verify_dataset
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ WORKER_SECONDS, SERVER_SECONDS = 60.0, 120.0
 
 _RECIPE = """
 import os, time
-from preprocess.recipes.cord_v2 import CordV2
+from vlmdata.preprocess.recipes.cord_v2 import CordV2
 
 class Slow(CordV2):
     def __call__(self, row):

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, Ended
 from vlmdata.errors import ResourceError
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.verify.dataset import verify_dataset
 
 pytestmark = pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_closing_file_that_cannot_be_written_keeps_all_shards(
 ) -> None:
     """Without root: the limit on file sizes is set once the shards are made, lower than the file in question."""
     out = tmp_path / "out"
-    import preprocess.run.closing as closing
+    import vlmdata.preprocess.run.closing as closing
 
     size = len(next(content for path, content in whole.items() if path.rpartition("/")[2] == name))
     step = {"index.parquet": "merged_index", "rejected.jsonl": "merged_ledger"}.get(name, "saved_tokenizer")

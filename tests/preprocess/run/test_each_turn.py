@@ -10,12 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
-from preprocess.conversation import Conversation
-from preprocess.recipes.chat import Chat
-from preprocess.recode.run import recode_dataset
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import TOKENIZER, Ended
@@ -23,6 +17,12 @@ from vlmdata import StreamingLoader, open_dataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, shard_name
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.conversation import Conversation
+from vlmdata.preprocess.recipes.chat import Chat
+from vlmdata.preprocess.recode.run import recode_dataset
+from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset

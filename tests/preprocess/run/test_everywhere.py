@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import ray
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.engines.base import load_engine
-from preprocess.run.claim import Part
-from preprocess.run.dataset import RunResult, preprocess_dataset, preprocess_part
-from preprocess.run.finish import finish_dataset
-from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.object_store import ObjectStore
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.engines.base import load_engine
+from vlmdata.preprocess.run.claim import Part
+from vlmdata.preprocess.run.dataset import RunResult, preprocess_dataset, preprocess_part
+from vlmdata.preprocess.run.finish import finish_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remote import auditable
 

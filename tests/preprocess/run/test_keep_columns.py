@@ -10,8 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from preprocess.recode.run import OldDataset, recode_dataset
-from preprocess.retokenize.run import old_config, retokenize_dataset
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import build_dataset, tree_bytes
 from tests.preprocess.command_line import Ended
@@ -19,6 +17,8 @@ from vlmdata import open_dataset
 from vlmdata.errors import SourceError, UsageError
 from vlmdata.format.schema import INDEX_NAME
 from vlmdata.format.source_columns import source_fields
+from vlmdata.preprocess.recode.run import OldDataset, recode_dataset
+from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
 from vlmdata.select.choice import Choice, choose
 from vlmdata.select.dataset import select_dataset
 from vlmdata.storage import open_store
@@ -121,7 +121,7 @@ def test_other_commands_keep_them(rows: Path, dataset: Path, tmp_path: Path) -> 
 def test_a_retokenized_dataset_keeps_them(rows: Path, tmp_path: Path, kept: bool) -> None:
     from dataclasses import replace
 
-    from preprocess.sources.open import open_source
+    from vlmdata.preprocess.sources.open import open_source
 
     old = OldDataset.open(built(rows, tmp_path / "old", keep_conversations=kept))
     source = None if kept else open_source(str(rows), recipe="chat")

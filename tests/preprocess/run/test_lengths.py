@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
-from preprocess.encode import EncodedSample, Encoder
-from preprocess.encode.lengths import LengthMeter, SampleLength
-from preprocess.recipes.base import candidates_of
-from preprocess.recipes.choice import media_for, recipe_for
-from preprocess.reject import RowRejected
-from preprocess.run.lengths import LengthReport, measure_lengths
-from preprocess.run.limits import parse_limits
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from tests.chat_rows import data_uri, image_item, mixed_rows, turn, write_jsonl
 from tests.preprocess.command_line import SMALL_IMAGES, Ended
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.encode import EncodedSample, Encoder
+from vlmdata.preprocess.encode.lengths import LengthMeter, SampleLength
+from vlmdata.preprocess.recipes.base import candidates_of
+from vlmdata.preprocess.recipes.choice import media_for, recipe_for
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.run.lengths import LengthReport, measure_lengths
+from vlmdata.preprocess.run.limits import parse_limits
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 
 IMAGES = ImageConfig(min_pixels=1024, max_pixels=65_536)
 LARGE = {"width": 512, "height": 512}
@@ -37,7 +37,7 @@ DOCUMENTS = [{"text": "Before.<image>After.", "images": [data_uri(**LARGE)]}, {"
 
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
-    from preprocess.chat.tokenizer import load_tokenizer
+    from vlmdata.preprocess.chat.tokenizer import load_tokenizer
 
     return Encoder(PreprocessConfig(recipe="chat", image=IMAGES), load_tokenizer())
 

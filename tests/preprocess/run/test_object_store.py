@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run import closing
-from preprocess.run.dataset import RunResult, preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import cord_row, encoded_image, tree_bytes, write_cord_parquet
 from tests.forked import Forked
@@ -25,6 +21,10 @@ from tests.preprocess.command_line import SMALL_IMAGES, Ended, environment
 from tests.proxy import Proxy, Request, Trouble
 from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, ResourceError
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run import closing
+from vlmdata.preprocess.run.dataset import RunResult, preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store, upload
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remote import auditable

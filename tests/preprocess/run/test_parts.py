@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.claim import Part, directory_claim, job_array, part_claim, whole_claim
-from preprocess.run.dataset import PartResult, RunResult, preprocess_dataset, preprocess_part
-from preprocess.run.finish import Missing, finish_dataset
-from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, Ended
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.claim import Part, directory_claim, job_array, part_claim, whole_claim
+from vlmdata.preprocess.run.dataset import PartResult, RunResult, preprocess_dataset, preprocess_part
+from vlmdata.preprocess.run.finish import Missing, finish_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 
@@ -178,8 +178,8 @@ class TestRefusals:
     def test_a_part_waits_a_while_for_a_whole_run_and_then_gives_up(
         self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("preprocess.run.claim._SECONDS_FOR_A_RUN", 0.1)
-        monkeypatch.setattr("preprocess.run.claim._SECONDS_OF_A_CHECK", 0.1)
+        monkeypatch.setattr("vlmdata.preprocess.run.claim._SECONDS_FOR_A_RUN", 0.1)
+        monkeypatch.setattr("vlmdata.preprocess.run.claim._SECONDS_OF_A_CHECK", 0.1)
         make(source, tmp_path, 1, 2)
         for claim in (whole_claim, directory_claim):
             with claim(open_store(tmp_path)):

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from preprocess.cli.report import report_of
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import MIXED_ROWS_PER_SHARD, mixed_rows, write_jsonl
 from tests.conftest import encoded_image, tree_bytes
 from tests.verify.rewriting import edit_manifest_json, rotate_ids
 from vlmdata import open_dataset
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
+from vlmdata.preprocess.cli.report import report_of
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.fault import remedies

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.config import PreprocessConfig
-from preprocess.run.dataset import Watcher, preprocess_dataset
-from preprocess.run.directory import ShardPlan
-from preprocess.sources.open import open_source
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import TOKENIZER, Ended
 from vlmdata import open_dataset
 from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
+from vlmdata.preprocess.run.directory import ShardPlan
+from vlmdata.preprocess.sources.open import open_source
 
 
 @given(st.integers(0, 10**7))

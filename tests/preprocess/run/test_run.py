@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from preprocess.run.dataset import Watcher
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.run.runs import StopRun, begin, config, preprocess, stopping
 from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, ResourceError, SourceError
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
+from vlmdata.preprocess.run.dataset import Watcher
 from vlmdata.verify.dataset import verify_dataset
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import ImageConfig
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.run.runs import StopRun, begin, config, preprocess, stopping
 from vlmdata.errors import ConfigMismatchError
+from vlmdata.preprocess.config import ImageConfig
 from vlmdata.verify.dataset import verify_dataset
 
 
@@ -35,8 +35,8 @@ class TestRunningAgain:
         before = preprocess(cord_parquet, out).manifest
         stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
         calls: list[Any] = []
-        monkeypatch.setattr("preprocess.run.making.make_shards", lambda *given: calls.append(given))
-        monkeypatch.setattr("preprocess.engines.local.start_worker_server", lambda: calls.append("server"))
+        monkeypatch.setattr("vlmdata.preprocess.run.making.make_shards", lambda *given: calls.append(given))
+        monkeypatch.setattr("vlmdata.preprocess.engines.local.start_worker_server", lambda: calls.append("server"))
         result = preprocess(cord_parquet, out, workers=2)
         assert (result.made, result.kept, result.manifest) == (0, 7, before)
         assert not calls
@@ -132,7 +132,7 @@ class TestRunningAgain:
         recipe = recipe_module("class Custom(CordV2):\n    pass\n")
         preprocess(rows, tmp_path / "out", config=config(recipe=recipe))
         module = sys.modules[recipe.partition(":")[0]]
-        Path(str(module.__file__)).write_text("from preprocess.recipes.cord_v2 import CordV2 as Custom\n")
+        Path(str(module.__file__)).write_text("from vlmdata.preprocess.recipes.cord_v2 import CordV2 as Custom\n")
         del sys.modules[module.__name__]
         import linecache
 
@@ -187,7 +187,7 @@ class TestOverwrite:
 
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "unlink", dying)
-                patch.setattr("preprocess.run.making.make_shards", _never)
+                patch.setattr("vlmdata.preprocess.run.making.make_shards", _never)
                 try:
                     preprocess(rows, out, config=other, overwrite=True)
                 except StopRun:

@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from preprocess.cli.report import report_of
-from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import tree_bytes
 from tests.preprocess.chat.unusual import write_tokenizer
@@ -24,6 +20,10 @@ from vlmdata.format.manifest import Manifest
 from vlmdata.inspect import describe_dataset, describe_sample
 from vlmdata.inspect.findings import Severity
 from vlmdata.inspect.terminal.card import print_card
+from vlmdata.preprocess.cli.report import report_of
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
+from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from preprocess.run.finish import Missing, finish_dataset
-from preprocess.run.versions import Newest
 from tests.changing_source import Rows, Team, row
 from tests.conftest import tree_bytes
 from tests.object_store import ObjectStore
 from tests.preprocess.run.runs import StopRun, stopping
 from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError
+from vlmdata.preprocess.run.finish import Missing, finish_dataset
+from vlmdata.preprocess.run.versions import Newest
 from vlmdata.storage import open_store
 from vlmdata.storage.prune import prune
 from vlmdata.verify.dataset import verify_dataset

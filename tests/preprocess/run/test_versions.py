@@ -12,13 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.recipes import image_files
-from preprocess.row import Row, Struct
-from preprocess.run import next_version
-from preprocess.run.dataset import RunResult, Watcher
-from preprocess.run.versions import _matched
-from preprocess.sources.open import open_source
-from preprocess.sources.row_digests import row_digest, row_digests
 from tests.changing_source import REJECTED, Team, row
 from tests.chat_rows import write_jsonl
 from tests.conftest import tree_bytes
@@ -26,6 +19,13 @@ from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.ledger import read_ledger
+from vlmdata.preprocess.recipes import image_files
+from vlmdata.preprocess.row import Row, Struct
+from vlmdata.preprocess.run import next_version
+from vlmdata.preprocess.run.dataset import RunResult, Watcher
+from vlmdata.preprocess.run.versions import _matched
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.row_digests import row_digest, row_digests
 from vlmdata.verify.dataset import verify_dataset
 
 
@@ -234,10 +234,10 @@ class TestDigests:
         assert row_digest(Row(0, {"x": Struct(a=1)})) == row_digest(Row(0, {"x": Struct(a=1, b=None)}))
 
     def test_do_not_depend_on_workers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("preprocess.sources.row_digests._ROWS_PER_JOB", 2)
+        monkeypatch.setattr("vlmdata.preprocess.sources.row_digests._ROWS_PER_JOB", 2)
         source = open_source(str(write_jsonl(tmp_path / "a.jsonl", [row(str(n)) for n in range(5)])))
         alone = row_digests(source)
-        monkeypatch.setattr("preprocess.sources.row_digests._SECONDS_ALONE", 0)
+        monkeypatch.setattr("vlmdata.preprocess.sources.row_digests._SECONDS_ALONE", 0)
         assert np.array_equal(row_digests(source, workers=2), alone)
         assert len(set(alone.tolist())) == 5
 

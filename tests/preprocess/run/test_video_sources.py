@@ -11,15 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig, VideoConfig
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.media.video.clips import clip
 from tests.object_store import ObjectStore
 from tests.web import serving_files
 from vlmdata import open_dataset
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.preprocess.config import ImageConfig, MediaConfig, PreprocessConfig, VideoConfig
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.verify.dataset import verify_dataset
 
 NAMES = ("a.mp4", "b.mkv")

@@ -10,13 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns, VideoConfig
-from preprocess.recipes.chat import Chat
-from preprocess.recipes.media import MediaLoader
-from preprocess.recode.run import recode_dataset
-from preprocess.row import Row
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes
 from tests.families.reference import FAMILIES, rope_index
@@ -29,6 +22,13 @@ from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import MANIFEST_NAME, Sample
 from vlmdata.media.versions import video_versions
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns, VideoConfig
+from vlmdata.preprocess.recipes.chat import Chat
+from vlmdata.preprocess.recipes.media import MediaLoader
+from vlmdata.preprocess.recode.run import recode_dataset
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.verify.dataset import verify_dataset
 
 ASK = "First <video>, then <image> and at last <video>. What changes?"
@@ -203,12 +203,12 @@ def test_another_decoder_or_other_options_are_found_out(
     with pytest.raises(ConfigMismatchError, match=r"config\.options\.video\.fps"):
         preprocess_dataset(open_source(str(rows)), tmp_path / "out", other)
     with monkeypatch.context() as patched:
-        patched.setattr("preprocess.shards.fingerprints.video_versions", lambda: {"ffmpeg": "1.0"})
+        patched.setattr("vlmdata.preprocess.shards.fingerprints.video_versions", lambda: {"ffmpeg": "1.0"})
         with pytest.raises(ConfigMismatchError, match=r"config\.fingerprints\.video_decoders\.ffmpeg"):
             preprocess_dataset(open_source(str(rows)), tmp_path / "out", config())
         # Made when frames at uneven intervals could be late.
         earlier = {name: version for name, version in video_versions().items() if name != "frames"}
-        patched.setattr("preprocess.shards.fingerprints.video_versions", lambda: earlier)
+        patched.setattr("vlmdata.preprocess.shards.fingerprints.video_versions", lambda: earlier)
         made(rows, tmp_path / "earlier", config())
     with pytest.raises(ConfigMismatchError, match=r"config\.fingerprints\.video_decoders\.frames"):
         preprocess_dataset(open_source(str(rows)), tmp_path / "earlier", config())
@@ -221,7 +221,7 @@ def test_a_dataset_without_videos_does_not_depend_on_their_decoder(
     default = dataclasses.replace(config(), video=VideoConfig())
     one = made(plain, tmp_path / "one", default)
     assert "video" not in one.manifest.config["options"]
-    monkeypatch.setattr("preprocess.shards.fingerprints.video_versions", lambda: {"ffmpeg": "1.0"})
+    monkeypatch.setattr("vlmdata.preprocess.shards.fingerprints.video_versions", lambda: {"ffmpeg": "1.0"})
     made(plain, tmp_path / "other", default)
     manifests = [(tmp_path / name / MANIFEST_NAME).read_bytes() for name in ("one", "other")]
     assert manifests[0] == manifests[1]

@@ -11,15 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from preprocess.config import PreprocessConfig
-from preprocess.engines.base import ShardWork
-from preprocess.engines.local import Local
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.shards.counters import Counters
-from preprocess.shards.job import ShardJob, ShardRecord
-from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from vlmdata.errors import ConfigMismatchError, ResourceError
+from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.engines.base import ShardWork
+from vlmdata.preprocess.engines.local import Local
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.shards.counters import Counters
+from vlmdata.preprocess.shards.job import ShardJob, ShardRecord
+from vlmdata.preprocess.sources.open import open_source
 
 
 class Stopped(Local):

@@ -10,10 +10,10 @@ from datasets.data_files import get_data_patterns, resolve_pattern
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.sources.kinds import splits_by_name
-from preprocess.sources.open import open_source
 from tests.conftest import encoded_image
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.sources.kinds import splits_by_name
+from vlmdata.preprocess.sources.open import open_source
 
 PARTS = ("train", "val", "my-test", "dev.x", "trainer", "x_eval_1", "data", "00000-of-00002", "valid 2", "testing", "a")
 

@@ -16,13 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.engines.local import PRELOADED
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources import holdout
-from preprocess.sources.holdout import TRAIN, VALIDATION, SelectedRows, content_hash, hold_out, is_held_out
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes
 from vlmdata.errors import SourceError
@@ -30,6 +23,13 @@ from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect.dataset import source_name
 from vlmdata.inspect.trace import describe_row
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.engines.local import PRELOADED
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources import holdout
+from vlmdata.preprocess.sources.holdout import TRAIN, VALIDATION, SelectedRows, content_hash, hold_out, is_held_out
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 

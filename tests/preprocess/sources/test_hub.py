@@ -16,9 +16,9 @@ import pytest
 from datasets import Features, Value
 from fsspec.implementations.memory import MemoryFileSystem
 
-from preprocess.sources.open import open_source
 from tests.object_store import forget_file_systems
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.sources.open import open_source
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FOLDER = f"datasets/someone/rows@{COMMIT}/data"

@@ -17,14 +17,14 @@ from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from preprocess.reject import RowRejected
-from preprocess.row import Row
-from preprocess.sources.datasets_library import _hub_errors
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from tests.chat_rows import write_jsonl
 from tests.conftest import cord_row, encoded_image, write_cord_parquet
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.datasets_library import _hub_errors
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.reasons import Reason
 
 

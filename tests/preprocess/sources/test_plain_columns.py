@@ -10,8 +10,8 @@ import pytest
 from datasets import Features
 from datasets.table import table_cast
 
-from preprocess.sources.plain_columns import plain_features
-from preprocess.sources.tables import decode_json
+from vlmdata.preprocess.sources.plain_columns import plain_features
+from vlmdata.preprocess.sources.tables import decode_json
 
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _TURN = pa.struct({"role": pa.string(), "content": pa.string()})

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.reject import RowRejected
-from preprocess.sources import byte_files, counting, records
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.sources import byte_files, counting, records
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.reasons import Reason
 
 

@@ -17,11 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources import counting, data_files, webdataset
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.object_store import ObjectStore, forget_file_systems
 from tests.preprocess.command_line import SMALL_IMAGES
@@ -29,6 +24,11 @@ from tests.proxy import FAULTS, Request, Trouble
 from vlmdata import attempts
 from vlmdata.errors import SourceError
 from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources import counting, data_files, webdataset
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 
 pytestmark = pytest.mark.slow
 
@@ -190,7 +190,7 @@ class TestRequests:
 
 
 def data_files_tail() -> int:
-    from preprocess.sources import parquet
+    from vlmdata.preprocess.sources import parquet
 
     return parquet._TAIL
 

@@ -16,16 +16,16 @@ import pytest
 from datasets import Dataset, Features, Json, List, Value
 from datasets import Image as ImageFeature
 
-from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources import parquet
-from preprocess.sources.datasets_library import ArrowRows
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Rows, Source
 from tests.conftest import cord_row, encoded_image, tree_bytes
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.sources import parquet
+from vlmdata.preprocess.sources.datasets_library import ArrowRows
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Rows, Source
 
 FEATURES = Features(
     {

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from preprocess.sources import counting, web_object
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from vlmdata import attempts
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.sources import counting, web_object
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 
 OLD = "Mon, 01 Jan 2024 00:00:00 GMT"
 NEW = "Mon, 01 Jan 2024 00:00:01 GMT"

@@ -15,12 +15,12 @@ import webdataset as wds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.reject import RowRejected
-from preprocess.sources import counting
-from preprocess.sources.open import open_source
-from preprocess.sources.rows import Source
 from tests.conftest import build_dataset, encoded_image
 from vlmdata.errors import SourceError
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.sources import counting
+from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.rows import Source
 from vlmdata.reasons import Reason
 from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.families import architecture_from_hf, architecture_to_hf, preset
-from model.families.qwen3_5.presets import PRESETS
 from tests.model.helpers import small_architecture, transformers_config
+from vlmdata.model.families import architecture_from_hf, architecture_to_hf, preset
+from vlmdata.model.families.qwen3_5.presets import PRESETS
 
 #: What published config.json files hold besides what transformers' classes declare (Qwen3.5-27B, 2026-02).
 PUBLISHED_27B: dict[str, Any] = {

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
-from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
+from vlmdata.model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
+from vlmdata.model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
 
 
 def recurrence(
@@ -101,7 +101,7 @@ def test_states_are_kept_unless_recomputation_is_selective(
 ) -> None:
     """The kernels' module needs flash-linear-attention; here it gives back its last argument."""
     rule = SimpleNamespace(apply=lambda *given: given[-1])
-    monkeypatch.setitem(sys.modules, "model.kernels.delta_rule", SimpleNamespace(DeltaRule=rule))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vlmdata.model.kernels.delta_rule", SimpleNamespace(DeltaRule=rule))  # type: ignore[arg-type]
     layer: Any = KernelGatedDeltaNet.__new__(KernelGatedDeltaNet)
     nn.Module.__init__(layer)
     layer.config = SimpleNamespace(recompute_granularity=recompute)

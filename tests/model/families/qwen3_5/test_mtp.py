@@ -68,7 +68,7 @@ def reference_losses(pair: Pair, reference: Reference, sample: Sample) -> tuple[
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "tied", "weighted"])
 def test_loss_and_all_gradients(kind: str, make_pair: Callable[..., Pair]) -> None:
-    from model.weight_names.table import canonical_names
+    from vlmdata.model.weight_names.table import canonical_names
 
     pair = make_pair(moe=kind == "moe", tied=kind == "tied", mtp=1, mtp_loss_scale=SCALE, moe_aux_loss=0.0)
     reference, samples = Reference(pair), mixed_samples(weighted=kind == "weighted")
@@ -113,10 +113,10 @@ def test_image_embeddings_are_seen(make_pair: Callable[..., Pair]) -> None:
 
 
 def test_it_can_be_left_out(make_pair: Callable[..., Pair]) -> None:
-    from model.families.qwen3_5.build import build_model
-    from model.families.qwen3_5.names import parameter_maps
-    from model.network.settings import ModelSettings
-    from model.weight_names.table import canonical_names
+    from vlmdata.model.families.qwen3_5.build import build_model
+    from vlmdata.model.families.qwen3_5.names import parameter_maps
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.weight_names.table import canonical_names
 
     pair = make_pair(mtp=1)
     without = build_model(pair.architecture, ModelSettings(mtp_layers=0))

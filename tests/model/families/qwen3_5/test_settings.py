@@ -14,9 +14,9 @@ from tests.model.helpers import mixed_samples, pack, small_architecture
 
 pytest.importorskip("megatron.core")
 
-from model.families.qwen3_5.build import build_model, require_compiler
-from model.families.qwen3_5.sizes import check
-from model.network.settings import ModelSettings, SettingError, vocabulary_rows
+from vlmdata.model.families.qwen3_5.build import build_model, require_compiler
+from vlmdata.model.families.qwen3_5.sizes import check
+from vlmdata.model.network.settings import ModelSettings, SettingError, vocabulary_rows
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ pytest.importorskip("megatron.core")
 
 def test_metrics_are_sums_over_sums() -> None:
     """Two ranks' worth of targets, 1 and 99: the mean is over all of them, not over two means."""
-    from model.metrics import MetricSums
+    from vlmdata.model.metrics import MetricSums
 
     metrics = MetricSums()
     metrics.add("loss", torch.tensor(10.0), torch.tensor(1))
@@ -60,7 +60,7 @@ def test_gathering_rows_has_a_gradient(one_process: None) -> None:
     """The exchange itself, with counts of which some are zero; its sums over ranks are in the layouts."""
     import torch.distributed as dist
 
-    from model.parallel.exchange import _AllGatherRows, all_gather_rows
+    from vlmdata.model.parallel.exchange import _AllGatherRows, all_gather_rows
 
     for count in (0, 3):
         rows = torch.randn(count, 5, requires_grad=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.families import architecture_from_hf, architecture_to_hf
-from model.families.qwen3_vl.presets import PRESETS
 from tests.model.helpers import small_architecture, transformers_config
+from vlmdata.model.families import architecture_from_hf, architecture_to_hf
+from vlmdata.model.families.qwen3_vl.presets import PRESETS
 
 #: The published config.json of Qwen3-VL-4B-Instruct (2025-10): rotary fields in their older form.
 PUBLISHED_4B: dict[str, Any] = {

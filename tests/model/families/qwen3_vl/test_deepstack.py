@@ -24,11 +24,11 @@ from vlmdata.batch import IGNORE_INDEX
 
 pytest.importorskip("megatron.core")
 
-from model.families.qwen3_vl.build import build_model
-from model.families.qwen3_vl.names import parameter_maps
-from model.network.settings import ModelSettings
-from model.parallel.exchange import exchange_rows
-from model.weight_names.table import load_from_hf
+from vlmdata.model.families.qwen3_vl.build import build_model
+from vlmdata.model.families.qwen3_vl.names import parameter_maps
+from vlmdata.model.network.settings import ModelSettings
+from vlmdata.model.parallel.exchange import exchange_rows
+from vlmdata.model.weight_names.table import load_from_hf
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

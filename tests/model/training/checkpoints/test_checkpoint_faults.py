@@ -14,12 +14,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-import model.training.checkpoints.checkpoint
-from model.training.checkpoints.folder import remove
-from model.training.settings.config import ConfigError
-from model.weights.places import checkpoints_in
+import vlmdata.model.training.checkpoints.checkpoint
 from tests.conftest import tree_bytes
 from vlmdata.errors import ResourceError
+from vlmdata.model.training.checkpoints.folder import remove
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.weights.places import checkpoints_in
 
 pytestmark = pytest.mark.slow
 
@@ -110,7 +110,7 @@ def test_a_save_that_fails_while_there_is_room_does_not_ask_for_room(
     def refused(*_: Any, **__: Any) -> None:
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
-    monkeypatch.setattr(model.training.checkpoints.checkpoint.dist_checkpointing, "save", refused)
+    monkeypatch.setattr(vlmdata.model.training.checkpoints.checkpoint.dist_checkpointing, "save", refused)
     with pytest.raises(ResourceError, match="could not be saved: ConnectionRefusedError") as caught:
         run(run__steps=1)
     message = str(caught.value)

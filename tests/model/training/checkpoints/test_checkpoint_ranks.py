@@ -37,7 +37,7 @@ def test_of_different_folders_are_refused(chats: Path, tmp_path: Path) -> None:
 
 def impatient(rank: int) -> None:
     """Does not wait for a network file system to show the file."""
-    from model.training.processes import agreement
+    from vlmdata.model.training.processes import agreement
 
     agreement.PATIENCE = 0.1
 

@@ -17,8 +17,6 @@ pytest.importorskip("megatron.core")
 from PIL import Image
 from typer.testing import CliRunner
 
-from model.weights.convert import to_hf
-from model.weights.hf_files import WeightsError
 from tests.model.helpers import relative
 from tests.model.small_vocabulary import TOKENS
 from tests.model.training.conftest import ROOT, evaluations_of, short_rows, train_here
@@ -27,6 +25,8 @@ from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.model.weights.convert import to_hf
+from vlmdata.model.weights.hf_files import WeightsError
 
 pytestmark = pytest.mark.slow
 
@@ -121,9 +121,9 @@ def test_the_example_of_the_docs(folder: Path, tmp_path: Path, capsys: pytest.Ca
 def test_it_computes_what_ours_does(model: Any, checkpoint: Path, validation: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    from model.families.qwen3_5.build import build_model
-    from model.network.settings import ModelSettings
-    from model.weights.convert import read_architecture
+    from vlmdata.model.families.qwen3_5.build import build_model
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.weights.convert import read_architecture
 
     (found,) = evaluations_of(checkpoint.parents[1])
     assert (found["loss"], found["targets"]) == pytest.approx(plain_loss(model, validation), rel=1e-5)
@@ -254,8 +254,8 @@ class TestWhereTheFilesComeFrom:
 def test_the_command_says_where_from(
     checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from model.parallel import groups
     from vlmdata.cli.main import app
+    from vlmdata.model.parallel import groups
 
     monkeypatch.setattr(groups, "initialize", lambda **options: None)  # those of this process exist
     monkeypatch.setattr(groups, "destroy", lambda: None)

@@ -15,14 +15,14 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.training.processes.agreement import by_leaders
-from model.training.settings.config import ConfigError
-from model.training.settings.config_loading import load_config
 from tests.model.training.conftest import SETTINGS, evaluations_of, steps_of, train_here
 from tests.model.training.plain import plain_loss, write_checkpoint
 from tests.model.training.ranks import Ranks, arguments_of
 from tests.model.workers import run_in_all
 from vlmdata import StreamingLoader
+from vlmdata.model.training.processes.agreement import by_leaders
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.training.settings.config_loading import load_config
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_nodes_wait_for_each_other_s_download_and_fail_together() -> None:
 
 
 def test_a_hub_id_without_a_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    from model.training.checkpoints import weights
+    from vlmdata.model.training.checkpoints import weights
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"someone/tiny: its weights could not be downloaded: .*`hf download someone"):

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.training.checkpoints.random_state import restore_random_state, write_random_state
+from vlmdata.model.training.checkpoints.random_state import restore_random_state, write_random_state
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -16,11 +16,11 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing
 
-from model.training.settings.config import ConfigError
 from tests.chat_rows import write_jsonl
 from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import steps_of, train_here
 from vlmdata import StreamingLoader
+from vlmdata.model.training.settings.config import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -96,12 +96,12 @@ class TestSettingsOfTheOptimizer:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_win_in_every_layout_of_the_state(self, one_process: None, distributed: bool, dtype: torch.dtype) -> None:
         """megatron-core's plain, mixed-precision and distributed optimizers each keep their groups elsewhere."""
-        from model.families.qwen3_5.build import build_model
-        from model.network.settings import ModelSettings
-        from model.training.checkpoints.run_state import keep_settings, optimizer_form
-        from model.training.optimizer.learner import build_learner
-        from model.training.settings.config_loading import load_config
         from tests.model.helpers import small_architecture
+        from vlmdata.model.families.qwen3_5.build import build_model
+        from vlmdata.model.network.settings import ModelSettings
+        from vlmdata.model.training.checkpoints.run_state import keep_settings, optimizer_form
+        from vlmdata.model.training.optimizer.learner import build_learner
+        from vlmdata.model.training.settings.config_loading import load_config
 
         def learner(*settings: str) -> Any:
             config = load_config(None, [f"optimizer.distributed={str(distributed).lower()}", *settings])
@@ -162,7 +162,7 @@ class TestWhatCannotChange:
 
         if not checksums:
             (checkpoint(out, 2) / "checksums-00000.json").unlink()
-        monkeypatch.setattr("model.training.checkpoints.checkpoint.load_state", refuse)
+        monkeypatch.setattr("vlmdata.model.training.checkpoints.checkpoint.load_state", refuse)
         with pytest.raises(ConfigError, match=r"RuntimeError: Missing keys.*optimizer\.eps: 1e-08 -> 1e-05") as caught:
             trained(chats, out, resume=True, run__steps=3, optimizer__eps=1e-5)
         path, message = checkpoint(out, 2), str(caught.value)
@@ -205,7 +205,7 @@ class TestWeightsWithoutPrediction:
     def weights(self, one_process: None, first: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         from safetensors.torch import load_file, save_file
 
-        from model.weights.convert import to_hf, to_megatron
+        from vlmdata.model.weights.convert import to_hf, to_megatron
 
         folder = tmp_path_factory.mktemp("without")
         to_hf(checkpoint(first, 2), folder / "hf")
@@ -300,7 +300,7 @@ def test_nothing_to_do_is_reported(chats: Path, out: Path, capsys: Any) -> None:
 
 
 def test_steps_of_mostly_empty_packs_are_pointed_out(chats: Path) -> None:
-    from model.training.loop import _empty_packs
+    from vlmdata.model.training.loop import _empty_packs
 
     options = {"capacity": 2048, "num_workers": 0}
     with StreamingLoader(chats, global_batch=1, **options) as loader:

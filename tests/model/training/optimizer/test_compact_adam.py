@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.training.optimizer import compact_adam
-from model.training.optimizer.compact_adam import MOMENTS, CompactAdamW, host_memory
 from tests.model.training.conftest import steps_of, train_here
+from vlmdata.model.training.optimizer import compact_adam
+from vlmdata.model.training.optimizer.compact_adam import MOMENTS, CompactAdamW, host_memory
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 

@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from preprocess.config import ImageConfig
 from tests.loader.rows import chat_rows
 from tests.model.helpers import random_weights, relative, transformers_model
 from tests.model.layouts import Case, StepOutcome, architecture_of, batches, train_step, whole_gradients
@@ -21,6 +20,7 @@ from tests.model.small_vocabulary import small_tokenizer
 from tests.model.training.plain import plain_losses
 from tests.weighted import build_weighted, with_weights
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.preprocess.config import ImageConfig
 
 TOLERANCE = 1e-5
 MOE = {"moe": True, "mtp": 1}
@@ -47,8 +47,8 @@ def references(one_process: None, data: Path) -> dict[str, StepOutcome]:
 
 def test_loss_and_gradients_are_those_of_a_plain_computation(one_process: None, data: Path) -> None:
     """Of transformers' model and a weighted mean, sample by sample."""
-    from model.families.qwen3_5.names import parameter_maps
-    from model.weight_names.table import hf_names
+    from vlmdata.model.families.qwen3_5.names import parameter_maps
+    from vlmdata.model.weight_names.table import hf_names
 
     outcome = train_step(PLAIN, data)
     found = whole_gradients(PLAIN, data, [outcome])

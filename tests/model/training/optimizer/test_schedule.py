@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-from model.training.optimizer.learner import build_schedule
-from model.training.settings.config import ConfigError, OptimizerConfig, RunConfig, TrainConfig
-from model.training.settings.config_loading import load_config
 from tests.model.training.conftest import steps_of
+from vlmdata.model.training.optimizer.learner import build_schedule
+from vlmdata.model.training.settings.config import ConfigError, OptimizerConfig, RunConfig, TrainConfig
+from vlmdata.model.training.settings.config_loading import load_config
 
 
 def rates(config: TrainConfig, steps: int) -> list[float]:

@@ -42,13 +42,13 @@ def steps(draw: st.DrawFn) -> tuple[list[Kind], list[list[list[tuple[int, bool]]
 def both(parameters: list[Kind], **options: Any) -> tuple[Any, Any]:
     from megatron.core.distributed import DistributedDataParallel
 
-    from model.training.optimizer.small_gradients import GradientBuffers
+    from vlmdata.model.training.optimizer.small_gradients import GradientBuffers
 
     return wrapped(GradientBuffers, parameters, **options), wrapped(DistributedDataParallel, parameters, **options)
 
 
 def limited(**limits: int) -> Any:
-    return patch.multiple("model.training.optimizer.small_gradients", **limits)
+    return patch.multiple("vlmdata.model.training.optimizer.small_gradients", **limits)
 
 
 @given(steps())
@@ -71,8 +71,8 @@ def of_two_ranks(distributed: bool) -> list[int]:
     """
     import torch.distributed as dist
 
-    from model.parallel import groups
-    from model.training.optimizer.small_gradients import _BucketGroup
+    from vlmdata.model.parallel import groups
+    from vlmdata.model.training.optimizer.small_gradients import _BucketGroup
 
     groups.initialize(backend="gloo")
     generator = torch.Generator().manual_seed(3)
@@ -139,7 +139,7 @@ def test_gradients_are_added_together_and_large_ones_at_once(one_process: None) 
 )
 def test_what_waits_is_bounded(one_process: None, form: str, largest: int, most: int, wanted: int) -> None:
     """By the memory that gradients keep, of which they may be a small part."""
-    from model.training.optimizer.small_gradients import SmallGradients
+    from vlmdata.model.training.optimizer.small_gradients import SmallGradients
 
     parameters = [Kind((20,), torch.float32, form)] * 30
     seen: list[int] = []
@@ -172,7 +172,7 @@ def test_what_waits_of_a_pass_that_failed_is_forgotten(one_process: None) -> Non
 
 
 def test_the_trainer_has_them(one_process: None) -> None:
-    from model.training.optimizer.small_gradients import GradientBuffers
     from tests.model.training.optimizer.test_weight_copies import learner
+    from vlmdata.model.training.optimizer.small_gradients import GradientBuffers
 
     assert type(learner(torch.float32).model[0]) is GradientBuffers

@@ -38,7 +38,7 @@ def test_equals_two_passes(
 def of_experts_on_two_ranks() -> list[list[float]]:
     import torch.distributed as dist
 
-    from model.parallel import groups
+    from vlmdata.model.parallel import groups
 
     groups.initialize(expert=2, backend="gloo")
     found = []

@@ -14,11 +14,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def learner(dtype: torch.dtype, *frozen: str) -> Any:
     """A small model with a distributed optimizer, and random gradients."""
-    from model.families.qwen3_5.build import build_model
-    from model.network.settings import ModelSettings
-    from model.training.optimizer.learner import build_learner, freeze
-    from model.training.settings.config_loading import load_config
     from tests.model.helpers import small_architecture
+    from vlmdata.model.families.qwen3_5.build import build_model
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.training.optimizer.learner import build_learner, freeze
+    from vlmdata.model.training.settings.config_loading import load_config
 
     torch.manual_seed(5)
     config = load_config(None, ["optimizer.distributed=true", "optimizer.overlap=false", "optimizer.lr=1e-2"])

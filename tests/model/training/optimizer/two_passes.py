@@ -15,11 +15,11 @@ TOLERANCE = 1e-6
 
 def learner(clip: float, dtype: torch.dtype, distributed: bool, fsdp: bool, moe: bool, experts: int = 1) -> Any:
     """A small model with its optimizer. In one process, experts share that of the other weights."""
-    from model.families.qwen3_5.build import build_model
-    from model.network.settings import ModelSettings
-    from model.parallel.groups import seed_all
-    from model.training.optimizer.learner import build_learner
-    from model.training.settings.config_loading import load_config
+    from vlmdata.model.families.qwen3_5.build import build_model
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.parallel.groups import seed_all
+    from vlmdata.model.training.optimizer.learner import build_learner
+    from vlmdata.model.training.settings.config_loading import load_config
 
     seed_all(5)
     # A rate and an epsilon at which updates show the size of gradients, which AdamW mostly hides.

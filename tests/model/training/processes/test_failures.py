@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from model.training.processes.failure import NotFiniteError
 from tests.model.training.conftest import ROOT, SETTINGS, environment, steps_of
 from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata import StreamingLoader, VlmDataset
+from vlmdata.model.training.processes.failure import NotFiniteError
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from model.training.processes.garbage import collect_after_step, collected_later, only_new_objects_collected
+from vlmdata.model.training.processes.garbage import collect_after_step, collected_later, only_new_objects_collected
 
 
 class Cycle:
@@ -68,7 +68,7 @@ def test_after_an_error_all_is_as_before() -> None:
 
 
 def test_a_run_steps_so(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from model.training.step import Stepper
+    from vlmdata.model.training.step import Stepper
 
     frozen: list[int] = []
     gone: list[bool] = []

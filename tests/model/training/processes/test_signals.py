@@ -25,14 +25,14 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-import model.training.loop
-import model.training.step
-import model.weights.store
-from model.training.checkpoints.write_results import start_write_results
-from model.training.processes.interruption import Interruption
+import vlmdata.model.training.loop
+import vlmdata.model.training.step
+import vlmdata.model.weights.store
 from tests.forked import MODELS, Forked
 from tests.model.training.conftest import ROOT, command, environment, steps_of
 from tests.model.training.ranks import PATIENCE, Ranks, arguments_of, until_logged
+from vlmdata.model.training.checkpoints.write_results import start_write_results
+from vlmdata.model.training.processes.interruption import Interruption
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def exact(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def signal_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Has SIGTERM come to this process when its batch of this number, from 1, is asked for."""
-    endless = model.training.loop.endless
+    endless = vlmdata.model.training.loop.endless
 
     def at(number: int) -> None:
         def batches(loader: Any) -> Iterator[Any]:
@@ -56,7 +56,7 @@ def signal_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield batch
 
-        monkeypatch.setattr(model.training.loop, "endless", batches)
+        monkeypatch.setattr(vlmdata.model.training.loop, "endless", batches)
 
     return at
 
@@ -183,7 +183,7 @@ def writers_that_wait(event: Path, rank: int) -> None:
         write(*arguments)
 
     FileSystemWriterAsync.write_preloaded_data_multithread = staticmethod(afterwards)
-    model.weights.store.BYTES_PER_WRITER = 1_000_000
+    vlmdata.model.weights.store.BYTES_PER_WRITER = 1_000_000
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -210,14 +210,14 @@ def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
     assert "/s\n" in said.partition("written in ")[2]  # the throughput
     assert not psutil.wait_procs(children, timeout=60)[1]
     checkpoint = out / "checkpoints" / f"step-{saved:08d}"
-    assert len(list(checkpoint.glob("*.distcp"))) == model.weights.store.WRITERS
+    assert len(list(checkpoint.glob("*.distcp"))) == vlmdata.model.weights.store.WRITERS
     tensors = dist_checkpointing.load_plain_tensors(str(checkpoint)).values()
     assert all(each.isfinite().all() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point())
     assert sum(isinstance(each, torch.Tensor) for each in tensors) > 200, "weights and two moments of each"
 
 
 def rank_1_has_most_memory(rank: int) -> None:
-    model.training.step.device_memory = lambda device: ((1 + rank) * 2**30, rank)
+    vlmdata.model.training.step.device_memory = lambda device: ((1 + rank) * 2**30, rank)
 
 
 def test_under_srun_a_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) -> None:
@@ -327,8 +327,8 @@ class TestTheSlurmScript:
 
 
 def test_srun_without_a_meeting_point_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from model.parallel.environment import adopt_slurm_ranks
     from vlmdata.errors import VlmdataError
+    from vlmdata.model.parallel.environment import adopt_slurm_ranks
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

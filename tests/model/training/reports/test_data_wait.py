@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import vlmdata
-from model.training.reports.step_notes import DataWait, decoded_codecs
-from model.training.step import StepResult
-from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import short_rows, steps_of, train_here
 from vlmdata.media.codecs import RAW, REGISTRY
+from vlmdata.model.training.reports.step_notes import DataWait, decoded_codecs
+from vlmdata.model.training.step import StepResult
+from vlmdata.preprocess.config import ImageConfig
 
 
 def result(wait: float) -> StepResult:

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from model.training.evaluation import Evaluation, Evaluator
-from model.training.processes.failure import NotFiniteError
-from model.training.reports.not_finite import describe_last_good
+from vlmdata.model.training.evaluation import Evaluation, Evaluator
+from vlmdata.model.training.processes.failure import NotFiniteError
+from vlmdata.model.training.reports.not_finite import describe_last_good
 
 CHECKPOINTS = [Path(f"run/checkpoints/step-{step:08d}") for step in (4, 8, 12)]
 

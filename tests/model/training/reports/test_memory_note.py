@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from model.training.reports.step_notes import MemoryNote
-from model.training.step import StepResult
+from vlmdata.model.training.reports.step_notes import MemoryNote
+from vlmdata.model.training.step import StepResult
 
 STEP = StepResult(1.0, {}, 1.0, 1, 1, 1, 0, 0, 1.0, 1.0, 0.0, 112 << 30, False, (), ())
 

@@ -20,12 +20,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.training.reports.logs import JsonLines, RunLog, StepReport, TensorBoard, WeightsAndBiases
-from model.training.reports.profiling import Profiler
-from model.training.settings.config_loading import load_config
-from model.training.step import StepResult
 from tests.model.training.conftest import steps_of
 from vlmdata.errors import ResourceError
+from vlmdata.model.training.reports.logs import JsonLines, RunLog, StepReport, TensorBoard, WeightsAndBiases
+from vlmdata.model.training.reports.profiling import Profiler
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.step import StepResult
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from model.training.settings import name_hints
-from model.training.settings.config import (
+from vlmdata.loader.config import loader_options
+from vlmdata.model.training.settings import name_hints
+from vlmdata.model.training.settings.config import (
     WITHOUT_EFFECT_ON_RESULTS,
     ConfigError,
     DataConfig,
     TrainConfig,
     config_differences,
 )
-from model.training.settings.config_loading import load_config
-from vlmdata.loader.config import loader_options
+from vlmdata.model.training.settings.config_loading import load_config
 
 
 def test_a_file_and_then_overrides_win(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.families import preset
-from model.training.settings.config import ConfigError
-from model.training.settings.config_loading import load_config
-from model.training.settings.early_checks import check_early, require_data_family
 from vlmdata.format.manifest import Manifest
+from vlmdata.model.families import preset
+from vlmdata.model.training.settings.config import ConfigError
+from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.settings.early_checks import check_early, require_data_family
 
 
 def test_data_of_another_family_is_refused(chats: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_tower_with_other_patches_is_refused(chats: Path) -> None:
 
 def test_the_loader_checks_every_dataset(chats: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    from model.training.data import RankPlace, open_loader
+    from vlmdata.model.training.data import RankPlace, open_loader
 
     second = tmp_path / "second"
     shutil.copytree(chats, second)
@@ -82,7 +82,7 @@ def test_it_is_refused_before_torch_and_again_when_the_model_is_chosen(
     chats: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("megatron.core")
-    from model.training import build
+    from vlmdata.model.training import build
 
     other = dataclasses.replace(Manifest.read(chats), family="qwen2_5_vl")
     config = load_config(None, [("data.paths", [str(chats)])])

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from model.training.settings.config import WITHOUT_EFFECT_ON_RESULTS, TrainConfig, flattened
+from vlmdata.model.training.settings.config import WITHOUT_EFFECT_ON_RESULTS, TrainConfig, flattened
 
 PAGE = Path(__file__).parents[4] / "docs" / "training-reference.md"
 ROW = re.compile(r"^\| `([a-z]+\.[a-z0-9_]+)`( \*)? \| ([^|]+) \|", re.MULTILINE)
