@@ -31,7 +31,7 @@ PREPROCESSING = (
 
 with loaded(), warnings.catch_warnings(action="ignore"):
     for point in entry_points(group="vlmdata.commands"):
-        if point.value.startswith(("vlmdata", "preprocess")):
+        if not point.value.startswith("vlmdata.model"):
             point.load()
     for module in LOADING + (PREPROCESSING if find_spec("datasets") else ()):
         importlib.import_module(module)

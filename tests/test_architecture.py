@@ -29,7 +29,7 @@ from time import process_time
 blocked = {blocked!r}
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in blocked:
+        if blocked & {{name.split('.')[0], '.'.join(name.split('.')[:2])}}:
             raise ImportError('blocked: ' + name)
 sys.meta_path.insert(0, Block())
 
@@ -49,13 +49,14 @@ import vlmdata.cli.serve, vlmdata.service.server.server, vlmdata.service.client.
 for name in optional:
     del sys.modules[name]
 
-for package in ('vlmdata', 'preprocess'):
+for package in ('vlmdata', 'vlmdata.preprocess'):
     blocked.discard(package)
     count = 0
     root = importlib.import_module(package)
-    for module in pkgutil.walk_packages(root.__path__, package + '.'):
-        importlib.import_module(module.name)
-        count += 1
+    for module in pkgutil.walk_packages(root.__path__, package + '.', onerror=lambda name: None):
+        if module.name not in blocked:
+            importlib.import_module(module.name)
+            count += 1
     print(count)
 print(torch.cuda.is_initialized())
 """
@@ -67,7 +68,7 @@ def imports() -> list[str]:
 
     Triton comes with torch and torch imports it where it likes; nothing of ours may need it.
     """
-    blocked = {"megatron", "transformer_engine", "fla", "model", "train", "preprocess"}
+    blocked = {"megatron", "transformer_engine", "fla", "vlmdata.model", "vlmdata.train", "vlmdata.preprocess"}
     code = IMPORTS.format(blocked=blocked, optional=OPTIONAL)
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert finished.returncode == 0, finished.stderr
@@ -112,7 +113,7 @@ def files_of_ours() -> dict[str, ast.Module]:
     for package in ("vlmdata", "preprocess", "model"):
         for file in (ROOT / package).rglob("*.py"):
             name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            found[name] = parsed(file)
+            found[name if package == "vlmdata" else f"vlmdata.{name}"] = parsed(file)
     return found
 
 

@@ -44,7 +44,7 @@ class FirstCalls:
     def _call(self, code: CodeType) -> Call | None:
         name = code.co_filename
         if name not in self._files:
-            path = Path(name)
+            path = Path(name).resolve()  # vlmdata/preprocess and vlmdata/model are links
             inside = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
             self._files[name] = inside if inside.startswith(PRODUCT) else None
         file = self._files[name]

@@ -27,7 +27,7 @@ class KernelsAhead:
     def __init__(self, command: Sequence[str]):
         self._begun = time.perf_counter()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
-        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # In a session of its own: ctrl-C is the trainer's, which ends this process.
         self._process = subprocess.Popen(
             command,

@@ -34,7 +34,8 @@ def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
     if groups.expt_tp.size() > 1:
         raise ValueError(
             f"experts are tensor parallel over {groups.expt_tp.size()} ranks in these process groups, which is not "
-            "supported: create the groups with vlmdata.model.parallel.groups.initialize, or with expert_tensor_parallel_size=1"
+            "supported: create the groups with vlmdata.model.parallel.groups.initialize, or with "
+            "expert_tensor_parallel_size=1"
         )
     made = {
         "tensor_parallel": groups.tp.size(),

@@ -95,8 +95,8 @@ def require_one_cudnn() -> None:
     except RuntimeError as error:
         raise ResourceError(
             "two versions of cuDNN are mixed in this process, which gives wrong gradients. Call "
-            "vlmdata.model.parallel.environment.before_megatron() before importing megatron or transformer_engine, or put "
-            f"{_cudnn_folder()} first in LD_LIBRARY_PATH. PyTorch says: {error}"
+            "vlmdata.model.parallel.environment.before_megatron() before importing megatron or transformer_engine, or "
+            f"put {_cudnn_folder()} first in LD_LIBRARY_PATH. PyTorch says: {error}"
         ) from error
 
 

@@ -239,7 +239,8 @@ def load_engine(name: str, options: Mapping[str, Any] | None = None) -> Engine:
         if not callable(found := getattr(engine, method, None)):
             but = "" if found is None else f", but {with_article(type(found).__name__)} of this name"
             raise SourceError(
-                f"--engine {name}: it has no method `{method}`{but}. Derive it from vlmdata.preprocess.engines.base.Engine."
+                f"--engine {name}: it has no method `{method}`{but}. Derive it from "
+                "vlmdata.preprocess.engines.base.Engine."
             )
     return engine
 

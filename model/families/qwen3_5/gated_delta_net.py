@@ -140,7 +140,7 @@ class PackedGatedDeltaNet(Qwen35GatedDeltaNet):
 
 
 class KernelGatedDeltaNet(PackedGatedDeltaNet):
-    """The same with Triton kernels of our own before the delta rule (:mod:`vlmdata.model.kernels.delta_inputs`) and after it.
+    """The same with our own Triton kernels before (:mod:`vlmdata.model.kernels.delta_inputs`) and after the delta rule.
 
     megatron-core has torch compile what is around its norms, and calls flash-linear-attention's convolution.
     """

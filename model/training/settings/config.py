@@ -1,4 +1,7 @@
-"""Settings of a training run, in six groups. :mod:`vlmdata.model.training.settings.config_loading` reads and checks them."""
+"""Settings of a training run, in six groups.
+
+:mod:`vlmdata.model.training.settings.config_loading` reads and checks them.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class TestHelp:
     def test_imports_nothing_heavy(self) -> None:
         """Neither do the packages, nor the help of commands."""
         program = (
-            "import sys, vlmdata, preprocess\n"
+            "import sys, vlmdata.preprocess\n"
             "from vlmdata.cli.main import main\n"
             "def tell(what): print('heavy:', what, [name for name in {HEAVY!r} if name in sys.modules])\n"
             "tell('imports')\n"

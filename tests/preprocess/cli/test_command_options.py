@@ -164,7 +164,8 @@ class TestOptionsWithoutEffect:
         self, preprocess: Command, chats: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         (tmp_path / "own_recipe.py").write_text(
-            "from vlmdata.preprocess.recipes.chat import Chat\n\ndef own(media):\n    return Chat(Chat.Options(), media)\n"
+            "from vlmdata.preprocess.recipes.chat import Chat\n\n"
+            "def own(media):\n    return Chat(Chat.Options(), media)\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
         ended = preprocess(chats, "--recipe", "own_recipe:own", "--train-turns", "last")
