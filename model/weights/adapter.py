@@ -35,7 +35,7 @@ from vlmdata.model.weights.convert import (
     read_piece,
 )
 from vlmdata.model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
-from vlmdata.model.weights.hf_folder import CONFIG, config_for, read_json, with_dtypes
+from vlmdata.model.weights.hf_folder import CONFIG, config_for, read_run, with_dtypes
 from vlmdata.model.weights.hf_load import holds_prediction, table_of
 from vlmdata.model.weights.hf_processor import choose_dataset, complete
 from vlmdata.model.weights.output import reading_from, writing_to
@@ -44,7 +44,7 @@ from vlmdata.model.weights.output import reading_from, writing_to
 def adapted_in(source: Path) -> LoraOptions | None:
     """Returns the options of the adapters that a run's checkpoint holds; None if it holds a model's weights."""
     try:
-        found = read_json(source / "run.json")["config"].get("lora") or {}
+        found = read_run(source)["config"].get("lora") or {}
     except (OSError, KeyError, ValueError, TypeError, AttributeError, WeightsError):
         return None
     if found.get("rank") is None:
@@ -184,7 +184,7 @@ def _require_mergeable(source: Path, options: LoraOptions) -> None:
 
 
 def _base_of(source: Path) -> str | None:
-    model = read_json(source / "run.json")["config"]["model"]
+    model = read_run(source)["config"]["model"]
     weights = model.get("weights") or model.get("hf")
     return None if weights in (None, "none") else str(weights)
 
@@ -233,7 +233,7 @@ def _require_same_base(
     source: Path, base: Path, files: HfTensors, maps: Mapping[str, ParameterMap], trained: set[str]
 ) -> None:
     """Raises an error if the adapters were trained on other weights than those of a folder."""
-    run = read_json(source / "run.json")
+    run = read_run(source)
     dtype = torch.bfloat16 if run["optimizer"]["weights"] == "bf16" else torch.float32
     total = 0
     for name, entry in maps.items():
@@ -262,7 +262,7 @@ def _expert(read: Callable[[], Factors], number: int, scale: float) -> Tensor:
 
 def _opened(source: Path, options: LoraOptions) -> tuple[Plan, Any, Callable[[str], Tensor]]:
     """Opens a checkpoint. Returns its plan, the model without memory, and what reads a parameter by name."""
-    architecture, config = read_architecture(source), read_json(source / "run.json")["config"]
+    architecture, config = read_architecture(source), read_run(source)["config"]
     mtp = config["model"].get("mtp") is not False and architecture.mtp_layers > 0
     alone = bool(config["model"].get("language_only"))
     plan = plan_of(architecture, options, mtp=mtp, language_only=alone)

@@ -1,13 +1,15 @@
-"""Checksums of a checkpoint's binary files, which detect bytes that changed on disk before training on them.
+"""Checksums of a checkpoint's files, which detect bytes that changed on disk before training on them.
 
-Each rank that wrote files adds a ``checksums-00003.json`` (3 is its rank). It maps file names to sizes in bytes and
-xxh3 hashes (128 bits, hex). This way ranks need not wait for each other to write or check.
+Each rank that wrote binary files adds a ``checksums-00003.json`` (3 is its rank). It maps file names to sizes in bytes
+and xxh3 hashes (128 bits, hex). This way ranks need not wait for each other to write or check. ``run.json`` holds the
+checksum of its own values, so it has one from the beginning and may be formatted anew.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,28 @@ import xxhash
 #: Per-rank files: megatron-core's shards and random states.
 _OWNED = re.compile(r"__(\d+)_.*\.distcp|random-(\d+)\.pt")
 _TABLE, _TABLES = "checksums-{:05d}.json", "checksums-*.json"
-#: Files that people may edit, such as ``config.toml``, and the checksum tables themselves.
+#: Files that people may edit, such as ``config.toml``, the checksum tables themselves, and ``run.json``.
 _TEXTS = (".json", ".toml")
 _BLOCK = 16 << 20
+
+
+#: Name of the checksum of a JSON object's other values.
+_OF_VALUES = "checksum"
+
+
+def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a JSON object with the checksum of its values."""
+    plain = json.loads(json.dumps(values))
+    return {**plain, _OF_VALUES: _checksum_of(plain)}
+
+
+def require_unchanged(values: Mapping[str, Any]) -> None:
+    """Raises a ValueError if the values of a JSON object differ from the checksum in it. Older ones may have none."""
+    if (wanted := values.get(_OF_VALUES)) is not None and (now := _checksum_of(values)) != wanted:
+        raise ValueError(
+            f"its values changed after they were written: xxh3 is {now}, expected {wanted!r} (if you changed them on "
+            f"purpose, remove the entry {_OF_VALUES!r})"
+        )
 
 
 def write_checksums(folder: Path, rank: int = 0) -> None:
@@ -66,6 +87,11 @@ def without_checksum(folder: Path, names: list[str]) -> list[str]:
     """Returns a line about files that could not be checked, if there are any."""
     more = ", …" if len(names) > 3 else ""
     return [f"{folder}: not checked, for lack of a checksum: {', '.join(names[:3])}{more}"] if names else []
+
+
+def _checksum_of(values: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in values.items() if name != _OF_VALUES}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def _names(folder: Path) -> list[str]:

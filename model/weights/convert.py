@@ -42,7 +42,7 @@ from vlmdata.model.weights.hf_files import (
     require_none,
     write_tensors,
 )
-from vlmdata.model.weights.hf_folder import CONFIG, architecture_in, config_for, read_json, with_dtypes
+from vlmdata.model.weights.hf_folder import CONFIG, architecture_in, config_for, read_json, read_run, with_dtypes
 from vlmdata.model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
 from vlmdata.model.weights.hf_processor import choose_dataset, complete
 from vlmdata.model.weights.output import reading_from, writing_to
@@ -193,7 +193,7 @@ def read_architecture(folder: Path, ignore: Collection[str] = ()) -> Architectur
     if not run.exists():
         return architecture_in(folder / CONFIG, read_json(folder / CONFIG), ignore)
     try:
-        config = dict(read_json(run)["architecture"])
+        config = dict(read_run(folder)["architecture"])
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(f"{run}: it does not describe the model of the weights") from error
     return architecture_in(folder / CONFIG, config, ignore)

@@ -13,6 +13,7 @@ from vlmdata.differences import differing
 from vlmdata.model.architecture import Architecture
 from vlmdata.model.families import architecture_from_hf, architecture_to_hf
 from vlmdata.model.weight_names.vision import VISUAL
+from vlmdata.model.weights.checksums import require_unchanged
 from vlmdata.model.weights.hf_files import PlannedTensor, WeightsError
 
 #: The architecture, as a Hugging Face config.
@@ -59,6 +60,18 @@ def read_json(path: Path) -> dict[str, Any]:
         raise WeightsError(
             f"{path.parent}: no readable {path.name}, which describes the model of the weights: {error}"
         ) from error
+
+
+def read_run(checkpoint: Path) -> dict[str, Any]:
+    """Reads the ``run.json`` of a training run's checkpoint; a WeightsError if there is none, or it changed."""
+    values = read_json(checkpoint / "run.json")
+    try:
+        require_unchanged(values)
+    except ValueError as error:
+        raise WeightsError(
+            f"{checkpoint / 'run.json'}: {error}. Use another checkpoint, or restore this one"
+        ) from error
+    return values
 
 
 def with_dtypes(config: Mapping[str, Any], planned: Mapping[str, PlannedTensor]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ ranks are done. Checksums of its files are computed in the background after that
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
+from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, VlmdataError
 from vlmdata.model.architecture import Architecture
 from vlmdata.model.families import architecture_to_hf
@@ -39,6 +39,7 @@ from vlmdata.model.training.checkpoints.run_state import (
     changes_since,
     optimizer_form,
     read_state,
+    require_planned,
     require_resumable,
     unsuitable,
 )
@@ -122,7 +123,7 @@ class Checkpoints:
             )
         with together(), self._writing(temporary):
             if self._place.rank == 0:
-                (temporary / "run.json").write_text(json.dumps(vars(state), indent=1) + "\n")
+                state.write(temporary)
                 (temporary / "config.toml").write_text(self._config.to_toml())
             write_random_state(temporary / self._random_state)
         finish = partial(self._finish, temporary, final)
@@ -169,7 +170,7 @@ class Checkpoints:
             require_resumable(path, state, self._config.to_dict(), self._architecture, learner)
             if self.base is not None:
                 require_same_base(path, state, self.base, self._config.model.weights or self._config.model.hf)
-            notes = on_all_ranks(partial(self._check_files, path)) if self._config.run.verify else []
+            notes = on_all_ranks(partial(self._check_files, path, state)) if self._config.run.verify else []
         sound = self._config.run.verify and not notes
         with self._reading(path, state, sound):
             load_state(path, state, learner)
@@ -182,11 +183,24 @@ class Checkpoints:
     def _random_state(self) -> str:
         return f"random-{self._place.rank:05d}.pt"
 
-    def _check_files(self, path: Path) -> list[str]:
+    def load_data(self, path: Path, state: RunState, loader: StreamingLoader) -> None:
+        """Moves the loader to the position of a loaded checkpoint.
+
+        A ConfigError if data or plan are others, and may not change, or if the position is of another step.
+        """
+        loader.load_state_dict(state.loader, change=self._config.data.change)
+        if state.checksum is None:
+            try:
+                require_planned(state, loader)
+            except ValueError as error:
+                raise self._unreadable(path, str(error)) from error
+
+    def _check_files(self, path: Path, state: RunState) -> list[str]:
         """Checks this rank's share of the files against their checksums. Returns a line if some have none."""
         with self._reading(path):
             try:
-                return without_checksum(path, require_sound(path, self._place.rank, self._place.world))
+                unchecked = require_sound(path, self._place.rank, self._place.world)
+                return without_checksum(path, (["run.json"] if state.checksum is None else []) + unchecked)
             except ValueError as error:
                 raise self._unreadable(path, str(error)) from error
 
@@ -268,8 +282,9 @@ class Checkpoints:
             raise
         except (Exception, CheckpointException) as error:
             changes = [] if state is None else changes_since(state, self._config.to_dict())
-            made = unsuitable(path, reason(error), changes) if sound else self._unreadable(path, reason(error), changes)
-            raise made from error
+            if state is not None and sound:
+                raise unsuitable(path, state, reason(error), changes) from error
+            raise self._unreadable(path, reason(error), changes) from error
 
     def _unreadable(self, path: Path, why: str, changes: Sequence[str] = ()) -> ConfigError:
         earlier = [each for each in checkpoints_in(self._folder) if each.name < path.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import Adam, ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from vlmdata import StreamingLoader
 from vlmdata.model.architecture import Architecture
 from vlmdata.model.families import architecture_to_hf
+from vlmdata.model.training.checkpoints.folder import step_of
 from vlmdata.model.training.optimizer.learner import Learner
 from vlmdata.model.training.settings.config import DECIDE_WHAT_IS_TRAINED, ConfigError, TrainConfig, config_differences
+from vlmdata.model.weights.checksums import require_unchanged, with_checksum
 
 #: Fields that identify a parameter group of an optimizer, independent of the run's settings.
 _GROUP = ("is_expert_parallel", "is_decoupled_lr", "wd_mult", "lr_mult")
@@ -36,16 +40,41 @@ class RunState:
     optimizer: dict[str, str] | None = None
     #: Digest of the weights that adapters belong to; None without adapters.
     base: str | None = None
+    #: Checksum of the other values; None in old checkpoints.
+    checksum: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Writes ``run.json``, with its checksum."""
+        values = {name: value for name, value in vars(self).items() if name != "checksum"}
+        (folder / "run.json").write_text(json.dumps(with_checksum(values), indent=1) + "\n")
 
 
 def read_state(path: Path) -> RunState:
-    """Reads the run state of a checkpoint; a ValueError if its run.json is missing or damaged."""
+    """Reads the run state of a checkpoint; a ValueError if its run.json is missing, damaged or of another folder."""
     try:
-        return RunState(**json.loads((path / "run.json").read_text()))
+        values = json.loads((path / "run.json").read_text())
+        require_unchanged(values)
+        state = RunState(**values)
     except OSError as error:
         raise ValueError(f"run.json cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"run.json does not describe a run: {error}") from error
+    if state.step != step_of(path):
+        raise ValueError(f"run.json is of step {state.step}, but the folder of step {step_of(path)}")
+    return state
+
+
+def require_planned(state: RunState, loader: StreamingLoader) -> None:
+    """Checks that the steps of the data up to a loaded position are those of the run; a ValueError if they are not.
+
+    A checkpoint without a checksum may have other numbers than were written. Plans all epochs up to there.
+    """
+    at = loader.position
+    # Each epoch has a step, so a damaged number is not planned.
+    made = loader.plans.steps_before(at.epoch) + at.step if at.epoch <= state.step else None
+    if made != state.step or at.micro_batch:
+        place = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(at).items())
+        raise ValueError(f"run.json is of step {state.step}, but its loader is at {place}, which is another step")
 
 
 def changes_since(state: RunState, config: dict[str, Any]) -> list[str]:
@@ -112,9 +141,26 @@ def require_resumable(
     if differences:
         raise ConfigError(
             f"{path} cannot be resumed, because its optimizer state does not fit: {'; '.join(differences)}. Resume "
-            f"with the old settings, or start a new run from its weights: without --resume, with --weights {path} and "
-            "another --out"
+            f"with the old settings, or {_new_run(path, state, any(line.startswith('lora.') for line in differences))}"
         )
+
+
+def _new_run(path: Path, state: RunState, other_adapters: bool = False) -> str:
+    """Describes how a new run starts from a checkpoint. Its adapters start one with adapters of the same form only."""
+    lora = state.config.get("lora", {})
+    if lora.get("rank") is None:
+        return f"start a new run from its weights: without --resume, with --weights {path} and another --out"
+    if not other_adapters:
+        return (
+            f"start a new run from its adapters: write them with `vlmdata convert {path} --out DIR`, and give "
+            "--lora-weights DIR and another --out, without --resume"
+        )
+    if lora.get("base", "plain") != "plain":
+        return f"start a new run with another --out (adapters of a base in {lora['base']} cannot be merged into it)"
+    return (
+        f"start a new run from its weights: merge the adapters into them with `vlmdata convert {path} --merge --out "
+        "DIR`, and give --weights DIR and another --out, without --resume"
+    )
 
 
 def _decisive(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
@@ -127,13 +173,13 @@ def _decisive(config: dict[str, Any], architecture: Architecture) -> dict[str, A
     return found | {"model.mtp": predicts(found["model.mtp"], architecture)}
 
 
-def unsuitable(path: Path, why: str, changes: Sequence[str]) -> ConfigError:
+def unsuitable(path: Path, state: RunState, why: str, changes: Sequence[str]) -> ConfigError:
     """Returns the error for a checkpoint whose files are sound, but which does not fit the run."""
     changed = f"Changed since: {'; '.join(changes)}. " if changes else "No setting has changed. "
     return ConfigError(
         f"{path} cannot be loaded by this run: {why}. Its files equal their checksums, so settings or versions of "
         f"libraries do not fit. {changed}Resume as it was begun, with --config {path / 'config.toml'} --resume, or "
-        f"start a new run from its weights: without --resume, with --weights {path} and another --out"
+        f"{_new_run(path, state)}"
     )
 
 

@@ -12,6 +12,7 @@ from vlmdata.model.training.checkpoints.run_state import changes_since
 from vlmdata.model.training.checkpoints.weights import find_weights, load_weights
 from vlmdata.model.training.data import RankPlace
 from vlmdata.model.training.optimizer.learner import Learner
+from vlmdata.model.training.processes.agreement import together
 from vlmdata.model.training.settings.config import ConfigError, TrainConfig
 
 
@@ -60,7 +61,8 @@ def load_start(
     if checkpoint is None:
         return 0, said
     state, notes = checkpoints.load(checkpoint, learner)
-    loader.load_state_dict(state.loader, change=config.data.change)
+    with together():
+        checkpoints.load_data(checkpoint, state, loader)
     changes = [f"  {line}" for line in changes_since(state, config.to_dict())]
     said += [f"resumed from {checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
     return state.step, said

@@ -96,6 +96,12 @@ def test_resumed_on_its_base_alone(
         train_here(tmp_path / "run", chats, resume=True, **(same | {"model__hf": str(other)}))
     with pytest.raises(ConfigError, match=r"lora.targets: \[\] -> \['attention'\]"):
         train_here(tmp_path / "run", chats, resume=True, **(same | {"lora__targets": ["attention"]}))
+    with pytest.raises(
+        ConfigError, match=r"lora\.alpha: 16\.0 -> 3\.0.*convert .* --merge --out DIR`, and give --weights"
+    ):
+        train_here(tmp_path / "run", chats, resume=True, **(same | {"lora__alpha": 3.0}))
+    with pytest.raises(ConfigError, match=r"weights: fp32 -> bf16.*convert .* --out DIR`, and give --lora-weights DIR"):
+        train_here(tmp_path / "run", chats, resume=True, **(same | {"run__precision": "bf16"}))
     train_here(tmp_path / "run", chats, resume=True, **same)
     assert [each["loss"] for each in steps_of(tmp_path / "run")] == [each["loss"] for each in steps_of(whole)]
     with pytest.raises(ConfigError, match="holds adapters, not a model's weights"):
@@ -125,6 +131,11 @@ def test_exports_compute_what_the_run_does(
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert any(name.endswith("experts.gate_up_proj") for name in changed)
     assert all("proj" in name and "visual" not in name for name in changed)
+
+    # The merged weights are a start for adapters of another form.
+    other = {"model__weights": str(tmp_path / "merged"), "lora__rank": 2, "run__steps": 1, "run__eval_every": 1}
+    train_here(tmp_path / "other", chats, **settings_of(base, validation, **other))
+    assert evaluations_of(tmp_path / "other")[0]["loss"] == pytest.approx(wanted, rel=1e-6)
 
     # The adapter is a start of another run, which says what does not fit.
     again = settings_of(base, validation, lora__weights=str(tmp_path / "adapter"), run__steps=1, optimizer__lr=0)

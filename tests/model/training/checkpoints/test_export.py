@@ -162,6 +162,7 @@ class TestWhereTheFilesComeFrom:
 
     def test_data_of_a_run_that_is_gone_is_reported(self, checkpoint: Path, weights: Path, tmp_path: Path) -> None:
         state = json.loads((checkpoint / "run.json").read_text())
+        del state["checksum"]
         state["config"]["data"]["paths"] = ["gone"]
         (weights / "run.json").write_text(json.dumps(state))
         done = to_hf(weights, tmp_path / "hf")
@@ -194,6 +195,7 @@ class TestWhereTheFilesComeFrom:
         del manifest["config"]["options"]["image"]["max_pixels"]
         (joined / "manifest.json").write_text(json.dumps(manifest))
         state = json.loads((checkpoint / "run.json").read_text())
+        del state["checksum"]
         state["config"]["data"]["paths"] = [str(joined)]
         (weights / "run.json").write_text(json.dumps(state))
         message = f"{joined} joins datasets with different pixel bounds: give one of them with --data"

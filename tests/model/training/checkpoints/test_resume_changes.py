@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.chat_rows import write_jsonl
 from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import steps_of, train_here
 from vlmdata import StreamingLoader
+from vlmdata.model.training.checkpoints.run_state import read_state
 from vlmdata.model.training.settings.config import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -65,6 +67,14 @@ def checkpoint(out: Path, step: int) -> Path:
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     loaded = dist_checkpointing.load_plain_tensors(str(folder))
     return {name: tensor for name, tensor in loaded.items() if name.startswith(("vision.", "language."))}
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], object] = lambda state: None) -> None:
+    """Makes a checkpoint's run.json one of an earlier version, without a checksum, and changes it."""
+    state = json.loads((folder / "run.json").read_text())
+    state.pop("checksum", None)
+    change(state)
+    (folder / "run.json").write_text(json.dumps(state))
 
 
 class TestSettingsOfTheOptimizer:
@@ -153,20 +163,22 @@ class TestWhatCannotChange:
         assert new.keys() == {name for name in old if settings != {"model__mtp": False} or "predictor" not in name}
         assert all(torch.equal(new[name], old[name].to(new[name].dtype)) for name in new)
 
-    @pytest.mark.parametrize("checksums", [True, False])
-    def test_is_no_damage(self, chats: Path, out: Path, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
+    @pytest.mark.parametrize("checksums", ["all", "none of files", "none of run.json"])
+    def test_is_no_damage(self, chats: Path, out: Path, monkeypatch: pytest.MonkeyPatch, checksums: str) -> None:
         """If megatron-core cannot load sound files, the settings are to blame. Without checksums nobody knows."""
 
         def refuse(*_: Any, **__: Any) -> None:
             raise RuntimeError("Missing keys: ['optimizer.state.exp_avg']")
 
-        if not checksums:
+        if checksums == "none of files":
             (checkpoint(out, 2) / "checksums-00000.json").unlink()
+        if checksums == "none of run.json":
+            edited(checkpoint(out, 2))
         monkeypatch.setattr("vlmdata.model.training.checkpoints.checkpoint.load_state", refuse)
         with pytest.raises(ConfigError, match=r"RuntimeError: Missing keys.*optimizer\.eps: 1e-08 -> 1e-05") as caught:
             trained(chats, out, resume=True, run__steps=3, optimizer__eps=1e-5)
         path, message = checkpoint(out, 2), str(caught.value)
-        if checksums:
+        if checksums == "all":
             assert "damaged" not in message
             assert f"with --config {path}/config.toml --resume" in message
             assert f"without --resume, with --weights {path} and another --out" in message
@@ -180,20 +192,15 @@ class TestWhatCannotChange:
             trained(texts, tmp_path / "run", resume=True, run__steps=2, model__language_only=True)
 
     def test_reports_checkpoints_that_do_not_say_what_they_are(self, chats: Path, out: Path) -> None:
-        file = checkpoint(out, 2) / "run.json"
-        state = json.loads(file.read_text())
-        assert state.pop("optimizer") == {"state": "plain", "weights": "fp32", "adam": "torch"}
-        file.write_text(json.dumps(state))
+        edited(checkpoint(out, 2), lambda state: state.pop("optimizer"))
         with pytest.raises(ConfigError, match="optimizer weights: fp32 -> bf16"):
             trained(chats, out, resume=True, run__steps=3, run__precision="bf16")
         assert trained(chats, out, resume=True, run__steps=3).steps == 3
 
     @pytest.mark.parametrize("part", ["state", "adam"])
     def test_includes_where_the_optimizer_ran(self, chats: Path, out: Path, part: str) -> None:
-        file = checkpoint(out, 2) / "run.json"
-        state = json.loads(file.read_text())
-        state["optimizer"] |= {"state": "distributed"} if part == "state" else {"adam": "transformer_engine"}
-        file.write_text(json.dumps(state))
+        other = {"state": "distributed"} if part == "state" else {"adam": "transformer_engine"}
+        edited(checkpoint(out, 2), lambda state: state["optimizer"].update(other))
         with pytest.raises(ConfigError, match=f"optimizer {part}: .* -> {'plain' if part == 'state' else 'torch'}"):
             trained(chats, out, resume=True, run__steps=3)
 
@@ -283,10 +290,10 @@ def test_images_for_a_model_without_a_tower_are_refused(chats: Path, texts: Path
 
 
 def test_settings_that_came_after_a_checkpoint_are_no_change(chats: Path, out: Path, capsys: Any) -> None:
-    file = checkpoint(out, 2) / "run.json"
-    state = json.loads(file.read_text())
-    del state["config"]["data"]["eval_paths"], state["config"]["run"]["keep_best"]
-    file.write_text(json.dumps(state))
+    edited(
+        checkpoint(out, 2),
+        lambda state: (state["config"]["data"].pop("eval_paths"), state["config"]["run"].pop("keep_best")),
+    )
     trained(chats, out, resume=True, run__steps=2)
     said = capsys.readouterr().out
     assert "run.save_every: 1 -> 0" in said
@@ -374,6 +381,32 @@ class TestDamage:
         trained(chats, out, resume=True, run__steps=3, run__verify=False)
         assert "not checked" not in capsys.readouterr().out
 
+    def test_of_a_bit_of_the_run_state_is_found(self, out: Path) -> None:
+        """Of any bit, however the file was written: it tells which samples come next."""
+        file, sound = checkpoint(out, 2) / "run.json", read_state(checkpoint(out, 2))
+        file.write_text(json.dumps(json.loads(file.read_text())))
+        assert read_state(checkpoint(out, 2)) == sound
+        content, generator = file.read_bytes(), random.Random(0)
+        loader = range(content.index(b'"loader"'), content.index(b'"datasets"'))
+        for place in [*loader, *generator.choices(range(len(content)), k=200)]:
+            changed = bytearray(content)
+            changed[place] ^= 1 << generator.randrange(8)
+            file.write_bytes(changed)
+            with pytest.raises(ValueError, match=r"run\.json does not describe a run: "):
+                read_state(checkpoint(out, 2))
+
+    @pytest.mark.parametrize("other", [("step",), ("loader", "step"), ("loader", "epoch"), ("loader", "micro_batch")])
+    def test_of_the_position_is_found_without_a_checksum(self, chats: Path, out: Path, other: tuple[str, ...]) -> None:
+        """In a checkpoint of an earlier version: the folder and the plan say at which step it is."""
+
+        def change(state: dict[str, Any]) -> None:
+            place = state if len(other) == 1 else state[other[0]]
+            place[other[-1]] += 1
+
+        edited(checkpoint(out, 2), change)
+        with pytest.raises(ConfigError, match=r"run\.json is of step \d, but .*move step-00000002 out of"):
+            trained(chats, out, resume=True, run__steps=3)
+
     def test_is_not_found_without_checksums_and_that_is_reported(self, chats: Path, out: Path, capsys: Any) -> None:
         table = checkpoint(out, 2) / "checksums-00000.json"
         table.write_text("half")
@@ -382,8 +415,9 @@ class TestDamage:
         table.unlink()
         trained(chats, out.parent / "new", model__weights=str(checkpoint(out, 2)))
         assert "step-00000002: not checked, for lack of a checksum: .metadata" in capsys.readouterr().out
+        edited(checkpoint(out, 2))
         trained(chats, out, resume=True, run__steps=3)
-        assert "for lack of a checksum: .metadata, __0_0.distcp, random-00000.pt" in capsys.readouterr().out
+        assert "for lack of a checksum: run.json, .metadata, __0_0.distcp, …" in capsys.readouterr().out
 
     def test_is_skipped_as_documented(self, chats: Path, out: Path, tmp_path: Path) -> None:
         undisturbed = weights_of(checkpoint(out, 2))
