@@ -354,9 +354,15 @@ class PreprocessConfig:
         if "variant_kinds" in given:
             given["variant_kinds"] = tuple(map(VariantKind, given["variant_kinds"]))
         media["private_hosts"] = tuple(media.get("private_hosts", ()))
+        named = ((RECIPES, given), (FAMILIES, given), (CODECS, given), (CODECS, video))
+        for registry, values in named:  # the dataset names them, not the user
+            if (name := values.get(_FIELDS[registry.kind])) is not None:
+                registry.named(str(name))
         return cls(image=ImageConfig(**image), media=MediaConfig(**media), video=VideoConfig(**video), **given)
 
 
+#: Options that name extensions, by the kind of these.
+_FIELDS = {"recipe": "recipe", "family": "family", "codec": "pixels"}
 #: Options that earlier versions did not have, with their defaults, which are not recorded.
 _LATER: Mapping[str, Any] = {
     "system_prompt": None,

@@ -52,6 +52,8 @@ class Registry[T](dict[str, str]):
         self.variable = group.upper().replace(".", "_")
         self._fault = fault
         self._given: dict[str, str] = {}
+        #: What the user gave as ``module:attribute`` or ``file.py:attribute``.
+        self._own_code: set[str] = set()
 
     def find(self, given: str, option: str | None = None) -> T:
         """Returns what the user names: by name, as ``module:attribute`` or as ``file.py:attribute``.
@@ -66,6 +68,7 @@ class Registry[T](dict[str, str]):
         return self._own(given, where) if ":" in given else self._named(given, where)
 
     def _own(self, given: str, where: str) -> T:
+        self._own_code.add(_place_of(given))
         found = self._load(given, given, where)
         if isinstance(name := getattr(found, "name", None), str):
             if ":" in name or name in self or name in _installed(self.group):
@@ -76,7 +79,16 @@ class Registry[T](dict[str, str]):
 
     def named(self, name: str) -> T:
         """Returns the extension that a dataset or the user names; runs no code that only the name tells."""
-        return self._named(name, f"{self.option} {name}")
+        where = f"{self.option} {name}"
+        if ":" not in name:
+            return self._named(name, where)
+        self._target("")  # loads what the environment names
+        if _place_of(name) in self._own_code:
+            return self._own(name, where)
+        raise self.error(
+            f"{where}: a dataset names this code, and what a dataset names is not run. If you trust the code, name it "
+            f"yourself: {self.variable}={name} (docs/extend/{self.kind}.md)."
+        )
 
     def _named(self, name: str, where: str) -> T:
         target = self._target(name)
@@ -216,6 +228,12 @@ def _name_of(module: str) -> str:
         return module
     path = Path(module).resolve()
     return f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+
+
+def _place_of(given: str) -> str:
+    """Returns ``module:attribute``, or the absolute path of a file and its attribute."""
+    module, colon, attribute = given.partition(":")
+    return f"{Path(module).resolve() if is_file(module) else module}{colon}{attribute}"
 
 
 def is_file(name: str) -> bool:

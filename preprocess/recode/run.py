@@ -32,7 +32,7 @@ from vlmdata.format.schema import (
     shard_name,
 )
 from vlmdata.format.source_columns import source_names
-from vlmdata.format.tokenizer_files import hash_tokenizer_files
+from vlmdata.format.tokenizer_files import recorded_tokenizer_files
 from vlmdata.locations import is_url
 from vlmdata.media.codecs import RAW, REGISTRY, VIDEO, codec, libraries_of
 from vlmdata.preprocess.config import VideoConfig
@@ -111,7 +111,7 @@ def recode_dataset(
     """
     old, store = OldDataset.open(location), open_store(out) if isinstance(out, str | PathLike) else out
     if pixels is None and video_pixels is not None:
-        pixels = old.only_codec()
+        pixels = codec(old.only_codec()).name  # the dataset names it
     name = None if pixels is None else REGISTRY.find(pixels).name
     videos = None if pixels is None else VideoConfig(pixels=video_pixels).codec(REGISTRY.find(pixels)).name
     if old.has_codecs(name, videos) and old.manifest.schema_version != SCHEMA_VERSION:
@@ -288,7 +288,7 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
     if IMAGE_FILES in old.manifest.source:
         _copy(old, store, IMAGE_FILES_NAME)
         store.stamp(IMAGE_FILES_NAME, old.files_compared_ns)
-    tokenizer_files = old.manifest.tokenizer_files or hash_tokenizer_files(old.directory / TOKENIZER_DIR)
+    tokenizer_files = recorded_tokenizer_files(old.directory, old.manifest)
     with store.writing_folder(TOKENIZER_DIR) as folder:
         for name in tokenizer_files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

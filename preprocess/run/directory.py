@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vlmdata.errors import ConfigMismatchError, ResourceError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import (
     IMAGE_FILES,
@@ -95,6 +95,8 @@ def read_manifest(store: Store) -> Manifest | None:
         return None
 
 
+#: Shards of a run at most.
+_MOST_SHARDS = 10_000_000
 #: Shards that a set has at least, as far as each has the fewest rows; and rows of a shard at most.
 _SHARDS, _FEWEST_ROWS, _MOST_ROWS = 64, 8, 256
 
@@ -122,9 +124,15 @@ class ShardPlan:
     def read(cls, store: Store) -> ShardPlan | None:
         """Reads the plan of the unfinished run in a store; None if none is recorded."""
         try:
-            return cls(**json.loads(store.read(_PLAN_FILE)))
+            plan = cls(**json.loads(store.read(_PLAN_FILE)))
+            whole = all(type(number) is int for number in asdict(plan).values())
+            if not whole or plan.rows_per_shard < 1 or not 0 <= plan.rows <= _MOST_SHARDS * plan.rows_per_shard:
+                raise ValueError(f"its numbers are {asdict(plan)}"[:200])
+            return plan
         except FileNotFoundError:
             return None
+        except (RecursionError, TypeError, ValueError) as error:
+            raise _no_record(store, _PLAN_FILE, error) from error
 
     def write(self, store: Store) -> None:
         """Records the plan of the run at work in a store. Several parts may do so at the same moment."""
@@ -181,6 +189,14 @@ def read_identity(store: Store) -> dict[str, Any] | None:
         return dict(json.loads(store.read(RUN_FILE)))
     except FileNotFoundError:
         return None
+    except (RecursionError, TypeError, ValueError) as error:
+        raise _no_record(store, RUN_FILE, error) from error
+
+
+def _no_record(store: Store, name: str, error: Exception) -> DatasetFormatError:
+    return DatasetFormatError(
+        f"{store.path(name)}: is no record of a run: {error}. Restore it from a copy, or use --overwrite to start over."
+    )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from vlmdata.errors import ConfigMismatchError, DatasetFormatError
 from vlmdata.format.manifest import Manifest, canonical_hash
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.format.selection import rows_digest
+from vlmdata.format.stored_names import sha256_text
 from vlmdata.preprocess.run.directory import clear_place, read_identity, read_manifest
 from vlmdata.preprocess.shards.job import RUN_FILE
 from vlmdata.preprocess.sources.holdout import SelectedRows
@@ -29,7 +30,7 @@ from vlmdata.preprocess.sources.row_digests import DIGEST_BYTES, Digests, row_di
 from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store
 from vlmdata.storage.linked import row_numbers
-from vlmdata.storage.versions import Version, folder_of, versions_in
+from vlmdata.storage.versions import Version, folder_of, store_of_version, versions_in
 
 #: What the rows of a source determine of its identity. A run in which nothing else differs makes a version.
 _OF_ROWS = (
@@ -65,8 +66,7 @@ class Newest:
         """
         listed = versions_in(store)
         number = listed[-1].number if listed else 1
-        folder = folder_of(number)
-        place = store.below(folder) if folder else store
+        place = store_of_version(store, number)
         manifest = read_manifest(place)
         if manifest is None and listed:
             raise DatasetFormatError(
@@ -178,7 +178,7 @@ def plan_version(
     )
     made = replace(source, numbers=SelectedRows.of(chosen), first_number=first)
     kept = pa.table({"row": kept_rows, "source_row": kept_numbers})
-    return VersionPlan(info, store.below(folder_of(info.number)), made, kept)
+    return VersionPlan(info, store_of_version(store, info.number), made, kept)
 
 
 def begin_version(plan: VersionPlan, identity: Mapping[str, Any], looked_ns: int, *, restart: bool) -> None:
@@ -220,14 +220,20 @@ def begin_version(plan: VersionPlan, identity: Mapping[str, Any], looked_ns: int
 
 def begun_version(store: Store, newest: Newest) -> tuple[Store, dict[str, Any]] | None:
     """Returns the store and the identity of the version that is being made; None if there is none."""
-    place = store.below(folder_of(newest.number + 1))
+    place = store_of_version(store, newest.number + 1)
     identity = read_identity(place)
     return None if identity is None or _VERSION not in identity else (place, identity)
 
 
 def read_version(store: Store, identity: Mapping[str, Any]) -> tuple[VersionInfo, pa.Table]:
     """Returns what a run recorded about the version that it makes, and the kept rows."""
-    info = VersionInfo(**identity[_VERSION])
+    try:
+        info = VersionInfo(**identity[_VERSION])
+        sha256_text(info.rows_sha256, f"{store.path(RUN_FILE)}: {_VERSION}.rows_sha256")
+        if any(type(getattr(info, name)) is not int for name in ("number", "first_number", "kept", "made", "removed")):
+            raise TypeError(f"it is {identity[_VERSION]!r}"[:200])
+    except (KeyError, TypeError) as error:
+        raise DatasetFormatError(f"{store.path(RUN_FILE)}: {_VERSION} has the wrong form: {error}") from error
     return info, pq.read_table(io.BytesIO(store.read(info.kept_file)))
 
 

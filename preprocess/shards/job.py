@@ -95,6 +95,8 @@ class ShardRecord:
         """
         fields = json.loads(content)
         info, totals, features = fields.pop("info"), fields.pop("totals"), fields.pop("features")
+        if not isinstance(info["name"], str):
+            raise TypeError(f"info.name is {info['name']!r}")
         return cls(ShardInfo(**info), Totals(**totals), features=tuple(features), **fields)
 
 

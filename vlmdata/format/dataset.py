@@ -19,6 +19,7 @@ import xxhash
 
 from vlmdata.errors import ChangedDataError, DatasetFormatError
 from vlmdata.format.index import DatasetIndex
+from vlmdata.format.index_bounds import bounds_problem
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
 from vlmdata.media.codecs import IMAGE, VIDEO, ItemShape, decode_item
@@ -80,6 +81,10 @@ class VlmDataset:
                     f"{self.name}: the manifest lists the feature {member.feature}, but the index lacks "
                     f"{member.name}_offset. Run `vlmdata verify` on it."
                 )
+        if problem := bounds_problem(self.index, self.manifest, self.family):
+            raise DatasetFormatError(
+                f"{self.name}/{INDEX_NAME}: {problem}. Run `vlmdata verify` on the dataset to see how to repair it."
+            )
         self._maps: dict[int, mmap.mmap] = {}
         self._renewed: set[int] = set()
         self._lock = threading.Lock()

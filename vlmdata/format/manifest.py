@@ -31,6 +31,8 @@ from vlmdata.format.schema import (
     SCHEMA_VERSION,
     supported_features,
 )
+from vlmdata.format.selection import require_forms
+from vlmdata.format.stored_names import file_path, sha256_text, shard_path
 from vlmdata.format.tokenizer_info import TokenizerInfo, in_present_form, tokenizer_to_json
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.codecs import codec_feature, codecs_of
@@ -227,7 +229,7 @@ class Manifest:
         """
         try:
             fields = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetFormatError(f"{path}: not a readable manifest: {error}") from error
         if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT_NAME:
             raise DatasetFormatError(f'{path}: not a vlmdata manifest ("format" is not "{FORMAT_NAME}")')
@@ -237,8 +239,11 @@ class Manifest:
             fields["tokenizer"] = in_present_form(fields["tokenizer"])
             if is_earlier(str(fields["schema_version"])) and isinstance(fields["totals"], Mapping):
                 fields["totals"] = totals_from(fields["totals"])
-            return _build(cls, fields)
-        except (KeyError, TypeError) as error:
+            found = _build(cls, fields)
+            require_forms(found.source, "source")
+            _check_names(path, found)
+            return found
+        except (AttributeError, KeyError, RecursionError, TypeError) as error:
             raise DatasetFormatError(f"{path}: a field is missing or has the wrong form: {error}") from error
 
 
@@ -293,11 +298,21 @@ def _typed(annotation: Any, value: Any, place: str) -> Any:
         return _build(annotation, value)
     if kind is tuple and isinstance(value, list):
         return tuple(_typed(args[0], each, place) for each in value)
-    if kind is Mapping and isinstance(value, Mapping) and dataclasses.is_dataclass(args[1]):
+    if kind is Mapping and isinstance(value, Mapping) and args[1] is not Any:
         return {key: _typed(args[1], each, f"{place}.{key}") for key, each in value.items()}
-    if not isinstance(value, kind):
-        raise TypeError(f"{place} is {value!r}")
+    # Python takes True for 1, and its numbers have no end.
+    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not -1 <= value < 1 << 63)):
+        raise TypeError(f"{place} is {value!r}"[:200])
     return value
+
+
+def _check_names(path: str, manifest: Manifest) -> None:
+    """Checks the names and hashes of files, which become paths."""
+    for number, shard in enumerate(manifest.shards):
+        shard_path(shard.name, f"{path}: shards.{number}.name", of_version=bool(manifest.version))
+        sha256_text(shard.sha256, f"{path}: shards.{number}.sha256")
+    for name in manifest.tokenizer_files:
+        file_path(name, f"{path}: a name in tokenizer_files")
 
 
 def _check_version(path: str, fields: Mapping[str, Any]) -> None:

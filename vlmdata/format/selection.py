@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.schema import JOINED, SELECTED
+from vlmdata.format.schema import IMAGE_FILES, JOINED, SELECTED
 
 SELECTION = "selection"
 
@@ -25,6 +25,24 @@ def origin(source: Mapping[str, Any]) -> Mapping[str, Any]:
     while source.get("kind") == SELECTED:
         source = source["dataset"]["source"]
     return source
+
+
+def require_forms(source: Mapping[str, Any], place: str) -> None:
+    """Checks the forms of what readers use of a source, and of the sources of selected and joined datasets.
+
+    Raises:
+        KeyError, TypeError, AttributeError: If a field is missing or has another form.
+    """
+    for name in (IMAGE_FILES, SELECTION, "dataset"):
+        if not isinstance(source.get(name), Mapping | None):
+            raise TypeError(f"{place}.{name} is {source[name]!r}"[:200])
+    if source.get("kind") == SELECTED:
+        require_forms(source["dataset"]["source"], f"{place}.dataset.source")
+    if source.get("kind") == JOINED:
+        for number, each in enumerate(source["datasets"]):
+            if type(each["row_offset"]) is not int or not 0 <= each["row_offset"] < 1 << 53:
+                raise TypeError(f"{place}.datasets.{number}.row_offset is {each['row_offset']!r}"[:200])
+            require_forms(each["source"], f"{place}.datasets.{number}.source")
 
 
 def has_selected(source: Mapping[str, Any]) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import TOKENIZER_DIR
 
@@ -33,6 +34,23 @@ def fingerprint_of(tokenizer: Tokenizer) -> str:
 def hash_tokenizer_files(folder: Path) -> dict[str, str]:
     """Returns the sha256 of each file in a tokenizer folder, by relative path."""
     return {name: _sha256(folder / name) for name in files_below(folder)}
+
+
+def recorded_tokenizer_files(directory: Path, manifest: Manifest) -> Mapping[str, str]:
+    """Returns the sha256 of each file of a dataset's tokenizer, by its name in the folder.
+
+    A manifest of format 1.0 does not have them; then they are those of the files that stand there.
+
+    Raises:
+        DatasetFormatError: If one of the latter is a link: nothing tells whether its content belongs to the dataset.
+    """
+    if manifest.tokenizer_files:
+        return manifest.tokenizer_files
+    folder = directory / TOKENIZER_DIR
+    names = [name for name in files_below(folder) if not is_hidden(name)]
+    if links := [name for name in names if (folder / name).is_symlink()]:
+        raise DatasetFormatError(f"{folder}: {', '.join(links)} is a link. Replace it by the file.")
+    return {name: _sha256(folder / name) for name in names}
 
 
 def tokenizer_file_names(manifest: Manifest) -> tuple[str, ...]:

@@ -35,12 +35,11 @@ from vlmdata.format.schema import (
     LEDGER_NAME,
     SCHEMA_VERSION,
     SELECTED,
-    TOKENIZER_DIR,
     shard_name,
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.source_columns import source_fields
-from vlmdata.format.tokenizer_files import files_below, is_hidden
+from vlmdata.format.tokenizer_files import recorded_tokenizer_files
 from vlmdata.format.writing import Hashing
 from vlmdata.select.choice import Choice, Chosen, Mask
 from vlmdata.storage.base import Store
@@ -212,7 +211,6 @@ def _write_ledger(out: Store) -> str:
 
 def _take_tokenizer(dataset: VlmDataset, store: Store, parent: Manifest, out: Store) -> Mapping[str, str]:
     """Gives ``out`` the tokenizer folder; returns its hashes, which a manifest of 1.0 does not have."""
-    found = files_below(dataset.directory / TOKENIZER_DIR)
-    names = list(parent.tokenizer_files) or [name for name in found if not is_hidden(name)]
-    take_tokenizer(store, names, out)
-    return parent.tokenizer_files or {name: out.sha256(f"{TOKENIZER_DIR}/{name}") for name in names}
+    files = recorded_tokenizer_files(dataset.directory, parent)
+    take_tokenizer(store, files, out)
+    return files

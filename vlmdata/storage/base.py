@@ -62,6 +62,14 @@ class Store(Protocol):
     def below(self, folder: str) -> Store:
         """Returns the store of a folder in this one."""
 
+    def within(self, folder: str) -> Store:
+        """Returns the same for a folder that a dataset's files name.
+
+        Raises:
+            DatasetFormatError: If it is a link that leaves the place.
+        """
+        return self.below(folder)
+
     def prepare(self, *folders: str) -> None:
         """Creates the place and these folders in it, if the store needs that."""
         return

@@ -12,6 +12,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vlmdata.format.atomic import atomic_path, sync, temporary_path, temporary_target, write_atomically
+from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.format.stored_names import path_inside
 from vlmdata.format.writing import FileWriting, sha256_of
 from vlmdata.storage.base import Lock, LockedError, Store
 
@@ -34,6 +36,10 @@ class Folder(Store):
     def below(self, folder: str) -> Folder:
         """Returns the store of a folder in this one."""
         return Folder(self.directory / folder)
+
+    def within(self, folder: str) -> Folder:
+        """Returns the same, unless the folder is a link that leaves this one."""
+        return Folder(path_inside(self.directory, f"{folder}/{MANIFEST_NAME}").parent) if folder else self
 
     def prepare(self, *folders: str) -> None:
         """Creates the folder and these folders in it."""
@@ -70,6 +76,10 @@ class Folder(Store):
         """Yields the folder itself."""
         yield self.directory
 
+    def is_link(self, name: str) -> bool:
+        """Returns whether a name is that of a link."""
+        return (self.directory / name).is_symlink()
+
     def modified_ns(self, name: str) -> int:
         """Modification time of a file."""
         return (self.directory / name).stat().st_mtime_ns
@@ -80,16 +90,17 @@ class Folder(Store):
 
     def put(self, name: str, content: bytes) -> None:
         """Writes a file, replacing an existing one."""
-        write_atomically(self.directory / name, content)
+        write_atomically(path_inside(self.directory, name), content)
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes a file unless it exists."""
-        temporary = temporary_path(self.directory / name)
+        path = path_inside(self.directory, name)
+        temporary = temporary_path(path)
         try:
             temporary.write_bytes(content)
             sync(temporary)
-            os.link(temporary, self.directory / name)
-            sync((self.directory / name).parent)
+            os.link(temporary, path)
+            sync(path.parent)
         except FileExistsError:
             return False
         finally:
@@ -99,7 +110,7 @@ class Folder(Store):
     @contextmanager
     def writing(self, name: str) -> Iterator[FileWriting]:
         """Writes a file under a temporary name, flushes it to disk and renames it, then flushes the folder."""
-        with atomic_path(self.directory / name) as temporary:
+        with atomic_path(path_inside(self.directory, name)) as temporary:
             file = FileWriting(temporary)
             try:
                 yield file
@@ -110,7 +121,7 @@ class Folder(Store):
     @contextmanager
     def writing_folder(self, name: str) -> Iterator[Path]:
         """Writes a folder under a temporary name, flushes it to disk and renames it."""
-        final = self.directory / name
+        final = path_inside(self.directory, name)
         partial = temporary_path(final)
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -126,37 +137,38 @@ class Folder(Store):
 
     def move(self, name: str, to: str) -> None:
         """Renames a file."""
-        path = self.directory / to
+        path = path_inside(self.directory, to)
         os.replace(self.directory / name, path)
         sync(path.parent)
 
     def delete(self, names: Iterable[str]) -> None:
         """Removes files."""
         for name in names:
-            (self.directory / name).unlink(missing_ok=True)
+            path_inside(self.directory, name).unlink(missing_ok=True)
 
     def delete_folder(self, folder: str, keep: Iterable[str] = ()) -> None:
         """Removes the contents of a folder, and the folder if nothing is kept."""
-        kept = set(keep)
+        kept, path = set(keep), self.within(folder).directory
         if not kept:
-            shutil.rmtree(self.directory / folder, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
             return
         for name, size in self.listing(folder).items():
             if name not in kept and size is None:
-                shutil.rmtree(self.directory / folder / name)
+                shutil.rmtree(path / name)
             elif name not in kept:
-                (self.directory / folder / name).unlink()
+                (path / name).unlink()
 
     def tidy(self, *folders: str) -> None:
         """Removes files and folders with temporary names."""
         for folder in ("", *folders):
+            path = self.within(folder).directory
             for name, size in self.listing(folder).items():
                 if temporary_target(name) is None:
                     continue
                 if size is None:
-                    shutil.rmtree(self.directory / folder / name, ignore_errors=True)
+                    shutil.rmtree(path / name, ignore_errors=True)
                 else:
-                    (self.directory / folder / name).unlink(missing_ok=True)
+                    (path / name).unlink(missing_ok=True)
 
     def final_name(self, name: str) -> str:
         """Returns the final name of a file with a temporary name; other names unchanged."""
@@ -175,7 +187,7 @@ class Folder(Store):
     @contextmanager
     def lock(self, name: str) -> Iterator[Lock]:
         """Takes a kernel lock, which ends with the process, even if it is killed."""
-        lock = FileLock(self.directory / name)
+        lock = FileLock(path_inside(self.directory, name))
         try:
             lock.acquire(timeout=0)
         except Timeout:

@@ -17,6 +17,7 @@ from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR, TOKENIZER_DIR
 from vlmdata.format.selection import Selection
 from vlmdata.locations import is_url
 from vlmdata.storage.base import LockedError, Store
+from vlmdata.storage.folder import Folder
 from vlmdata.storage.transfer import How, transfer
 from vlmdata.wording import counted
 
@@ -106,6 +107,12 @@ def take_shards(shards: Sequence[TakenShard], out: Store, on_shard: Callable[[in
     """
     transferred = Counter[How]()
     for shard in shards:
+        linked = isinstance(shard.store, Folder) and shard.store.is_link(shard.info.name)
+        if linked and shard.store.sha256(shard.info.name) != shard.info.sha256:
+            raise DatasetFormatError(
+                f"{shard.store.path(shard.info.name)}: is a link to a file that is not the shard: its sha256 is not "
+                "that of the manifest. Replace the link by the shard."
+            )
         transferred[transfer(shard.store, shard.info.name, out, shard.name)] += 1
         if (size := out.size(shard.name)) != shard.info.bytes:
             raise ResourceError(

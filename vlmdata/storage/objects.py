@@ -7,6 +7,7 @@ holds more than a few parts. An incomplete upload leaves no object, however the 
 from __future__ import annotations
 
 import hashlib
+import posixpath
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vlmdata.errors import ResourceError, UsageError
+from vlmdata.format.stored_names import path_inside
 from vlmdata.locations import file_system, within
 from vlmdata.storage.base import Lock, Store
 from vlmdata.storage.lease import StoreLease
@@ -28,6 +30,8 @@ ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 _READ_BYTES = 16 * 1024 * 1024
 #: Number of small objects read or removed in parallel.
 _AT_ONCE = 32
+#: A folder within a temporary one: shards of earlier versions are named by ``../../``.
+_AS_DEEP = "versions/N"
 #: Characters that fsspec interprets as patterns.
 _PATTERNS = frozenset("*?[]")
 
@@ -130,16 +134,18 @@ class Objects(Store):
     @contextmanager
     def local(self, *names: str) -> Iterator[Path]:
         """Yields a temporary folder with copies of objects."""
-        with TemporaryDirectory(prefix="vlmdata-") as folder:
+        with TemporaryDirectory(prefix="vlmdata-") as whole:
+            folder = Path(whole) / _AS_DEEP
+            folder.mkdir(parents=True)
             for name in names:
-                target = Path(folder) / name
+                target = path_inside(Path(whole), posixpath.normpath(f"{_AS_DEEP}/{name}"))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with self._at(name, "read") as (files, path):
                     try:
                         files.get_file(path, str(target))
                     except FileNotFoundError:
                         target.unlink(missing_ok=True)
-            yield Path(folder)
+            yield folder
 
     def modified_ns(self, name: str) -> int:
         """Returns when an object was written, by the store's clock, to the second."""
@@ -185,7 +191,8 @@ class Objects(Store):
         """Yields a temporary folder; uploads its files."""
         with TemporaryDirectory(prefix="vlmdata-") as folder:
             yield Path(folder)
-            new = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*") if path.is_file()}
+            paths = [path for path in Path(folder).rglob("*") if path.is_file() and not path.is_symlink()]
+            new = {path.relative_to(folder).as_posix(): path for path in paths}
             self.delete_folder(name, keep=new)
             for each, path in sorted(new.items()):
                 self.put(f"{name}/{each}", path.read_bytes())

@@ -26,7 +26,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.storage.base import Lock, LockedError, Store
 from vlmdata.storage.linked import manifest_of
-from vlmdata.storage.versions import Version, folder_of, versions_in, versions_to_json
+from vlmdata.storage.versions import Version, folder_of, store_of_version, versions_in, versions_to_json
 
 _LOCK = f"{PROGRESS_DIR}/lock"
 _TABLES = (INDEX_NAME, LEDGER_NAME, ROWS_NAME, IMAGE_FILES_NAME)
@@ -82,7 +82,7 @@ def plan_prune(store: Store, numbers: Collection[int]) -> PrunePlan:
         if not 1 <= number < newest:
             raise UsageError(f"{store}: has no version {number}. It has {', '.join(str(v.number) for v in versions)}.")
     left = tuple(each for each in versions if each.number not in numbers)
-    manifests = {each.folder: manifest_of(store.below(each.folder) if each.folder else store) for each in left}
+    manifests = {each.folder: manifest_of(store_of_version(store, each.number)) for each in left}
     needed = {name for folder, manifest in manifests.items() for name in _shards(folder, manifest)}
     gone = [number for number in range(1, newest) if number not in {each.number for each in left}]
     files = {name: size for number in gone for name, size in _files(store, number) if name not in needed}

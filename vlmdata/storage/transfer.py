@@ -49,7 +49,7 @@ def _linked(source: Folder, name: str, target: Folder, to: str) -> bool:
     temporary = temporary_path(path)
     temporary.unlink(missing_ok=True)
     try:
-        os.link(source.directory / name, temporary)
+        os.link(os.path.realpath(source.directory / name), temporary)  # of a link, the file that it means
     except FileNotFoundError:
         raise
     except OSError:  # another file system, or one without links

@@ -44,6 +44,15 @@ def folder_of(number: int) -> str:
     return "" if number == 1 else f"{VERSIONS_DIR}/{number}"
 
 
+def store_of_version(store: Store, number: int) -> Store:
+    """Returns the store of a version's files.
+
+    Raises:
+        DatasetFormatError: If its folder is a link that leaves the dataset.
+    """
+    return store.within(folder_of(number)) if number > 1 else store
+
+
 def versions_to_json(versions: Sequence[Version]) -> bytes:
     """Returns the content of ``versions.json``."""
     fields = {"format": _FORMAT, "versions": [asdict(each) for each in versions]}
@@ -146,11 +155,12 @@ def _parsed(content: bytes, path: str) -> tuple[Version, ...]:
         fields = json.loads(content)
         if fields["format"] != _FORMAT:
             raise ValueError(f"format is {fields['format']!r}")
-        found = tuple(Version(int(each["number"]), str(each["fingerprint"])) for each in fields["versions"])
+        found = tuple(Version(each["number"], str(each["fingerprint"])) for each in fields["versions"])
         numbers = [each.number for each in found]
-        if not numbers or numbers != sorted(set(numbers)):
-            raise ValueError(f"the numbers are {numbers}")
-    except (KeyError, TypeError, ValueError) as error:
+        numbered = all(type(number) is int and 1 <= number < 10**9 for number in numbers)  # folders are named so
+        if not numbers or not numbered or numbers != sorted(set(numbers)):
+            raise ValueError(f"the numbers are {numbers}"[:200])
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise DatasetFormatError(
             f"{path}: is not a list of versions: {error}. Restore it from a copy. A version can be opened without it, "
             f"by its folder {VERSIONS_DIR}/N."
