@@ -17,6 +17,8 @@ import numpy as np
 
 from vlmdata.families import Family
 from vlmdata.families.chat import IMAGE, VIDEO
+from vlmdata.preprocess.chat.pieces import missing_piece, template_error
+from vlmdata.preprocess.chat.reasoning import require_words
 from vlmdata.preprocess.chat.render import Rendered, Renderer
 from vlmdata.preprocess.chat.targets import Tokens, Turn
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
@@ -87,11 +89,6 @@ def require_ids(conversation: Conversation) -> None:
                 f"{message.call_id!r}, which is the id of no call before it, or of several. Give each call an id, and "
                 "each response the tool_call_id of its call"
             )
-
-
-def template_error(message: str) -> RowRejected:
-    """Returns the rejection of a row whose template wrote something else."""
-    return RowRejected(Reason.TEMPLATE_ERROR, f"the chat template {message}")
 
 
 def remedy_for_calls(conversation: Conversation, family: Family) -> str:
@@ -260,19 +257,7 @@ def _require_stretch(
         return
     turn = turns[number]
     _require_calls(answer, text[turn.body : turn.stop], number + 1)
-    think = tokenizer.family.chat.think
-    if think and turn.answer > turn.body and text.startswith(think[0].strip(), turn.answer):
-        raise template_error(
-            f"wrote a think block in assistant turn {number + 1}, and the one in the message's text after it; give "
-            "that reasoning as reasoning_content"
-        )
-    # Other templates treat reasoning inside the text as a think block, and drop it from earlier turns.
-    words = answer.text.rpartition(think[1].strip())[2] if think else answer.text
-    if missing_piece([words], text[turn.body : turn.stop]) is not None:
-        raise template_error(
-            f"wrote {excerpt(text[turn.body : turn.stop], 60)!r} as assistant turn {number + 1}; the message says "
-            f"{excerpt(words, 60)!r}"
-        )
+    require_words(answer, turn, text, number + 1, tokenizer.family.chat.think)
 
 
 def _require_calls(answer: Message, written: str, number: int) -> None:
@@ -286,56 +271,11 @@ def _require_calls(answer: Message, written: str, number: int) -> None:
             )
 
 
-def missing_piece(pieces: Sequence[str], text: str) -> str | None:
-    """Returns the first piece that is not in ``text`` after the previous pieces, ignoring whitespace."""
-    cursor = 0
-    for piece in pieces:
-        at = text.find(piece.strip(), cursor)
-        if at < 0:
-            return _missing_words(pieces, text)
-        cursor = at + len(piece.strip())
-    return None
-
-
-def _missing_words(pieces: Sequence[str], text: str) -> str | None:
-    """Like :func:`missing_piece`, if the template changed the whitespace within a piece."""
-    cursor, words = 0, "".join(text.split())
-    for piece in pieces:
-        squeezed = "".join(piece.split())
-        at = words.find(squeezed, cursor)
-        if at < 0:
-            return piece
-        cursor = at + len(squeezed)
-    return None
-
-
 def up_to_answers(conversation: Conversation) -> Iterator[tuple[Message, Conversation]]:
     """Yields each assistant message, and the conversation that ends with it."""
     for number, message in enumerate(conversation.messages, start=1):
         if message.role == "assistant":
             yield message, replace(conversation, messages=conversation.messages[:number])
-
-
-def dropped_reasoning(
-    conversation: Conversation, text: str, turns: Sequence[Turn], think: tuple[str, str] | None
-) -> list[int]:
-    """Returns the numbers of the assistant turns, from 1, whose reasoning the template left out."""
-    found = []
-    for number, (answer, turn) in enumerate(zip(conversation.answers, turns, strict=True), start=1):
-        reasoning, words = _reasoning_and_words(answer, think)
-        # A template may write reasoning without a think block, but before the answer.
-        written = turn.reasoning or missing_piece([reasoning, words], text[turn.body : turn.stop]) is None
-        if reasoning.strip() and not written:
-            found.append(number)
-    return found
-
-
-def _reasoning_and_words(answer: Message, think: tuple[str, str] | None) -> tuple[str, str]:
-    """Returns the reasoning of a turn and what it says after it. Templates read reasoning from the text, too."""
-    if answer.reasoning is not None or think is None:
-        return answer.reasoning or "", answer.text
-    before, _, words = answer.text.rpartition(think[1].strip())
-    return before.strip().removeprefix(think[0].strip()), words
 
 
 def is_unlike_inference(

@@ -187,15 +187,21 @@ def _said(text: str, tokens: Tokens, said: range, body: int, tokenizer: ChatToke
 
 
 def _turn(text: str, body: int, end: int, stop: int, chat: ChatFormat) -> Turn:
+    """Returns a turn, with the think block that begins it, in any spacing."""
     content, (opening, closing) = text[body:end], chat.think or ("", "")
-    if not opening or not content.startswith(opening):
+    begun = content.lstrip()
+    if not opening or not begun.startswith(opening.strip()):
         return Turn(body, body, False, stop)
-    for close in (closing, closing.lstrip()):  # an empty block may have no whitespace before its end
-        at = content.find(close)
-        if at >= 0:
-            reasoning = content[len(opening) : max(at, len(opening))].strip()
-            return Turn(body, body + at + len(close), bool(reasoning), stop)
-    return Turn(body, body, True, stop)
+    begin = len(content) - len(begun) + len(opening.strip())
+    at = content.find(closing.strip(), begin)
+    if at < 0:
+        return Turn(body, body, True, stop)
+    after = at + len(closing.strip())
+    # The marks' own whitespace belongs to the block, as in the prompt of inference; in another spacing, line ends do.
+    own, rest = closing[len(closing.rstrip()) :], content[after:]
+    space = rest[: len(rest) - len(rest.lstrip())]
+    skipped = len(own) if rest.startswith(own) else space.rfind("\n") + 1
+    return Turn(body, body + after + skipped, bool(content[begin:at].strip()), stop)
 
 
 def token_over(tokens: Tokens, at: int) -> int | None:

@@ -10,16 +10,16 @@ import numpy.typing as npt
 
 from vlmdata.preprocess.chat.agreement import (
     blocks_in_text,
-    dropped_reasoning,
     is_unlike_inference,
     kind_of,
     remedy_for_calls,
     require_conversation,
     require_ids,
     require_reserved,
-    template_error,
     up_to_answers,
 )
+from vlmdata.preprocess.chat.pieces import template_error
+from vlmdata.preprocess.chat.reasoning import dropped_reasoning, require_no_marks
 from vlmdata.preprocess.chat.render import Rendered, Renderer
 from vlmdata.preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, require_length
@@ -292,6 +292,10 @@ def encode_turns(
     learned = [(answer, turn) for answer, turn, weight in zip(answers, turns, weights, strict=True) if weight]
     tokens = _cut_before_answers(tokenizer, rendered, tokens, learned, train_think)
     require_conversation(conversation, rendered, tokens, turns, {turn.body for _, turn in learned}, tokenizer)
+    if train_think is TrainThink.NEVER:
+        for number, (answer, turn, weight) in enumerate(zip(answers, turns, weights, strict=True), start=1):
+            if weight:
+                require_no_marks(answer, turn, rendered.text, number, tokenizer.family.chat.think)
     return rendered, tokens, turns
 
 

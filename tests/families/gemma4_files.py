@@ -8,7 +8,8 @@ from typing import Any
 
 from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
-#: Writes turns, images, tools and reasoning as the published template does. What it leaves out: parameters of tools.
+#: Writes turns, images, tools and reasoning as the published template does, with transformers' tag around what the
+#: model says. What it leaves out: parameters of tools.
 TEMPLATE = """
 {%- macro spoken(text) -%}
     {%- set kept = namespace(text='') -%}
@@ -57,23 +58,32 @@ TEMPLATE = """
         {{- '<|turn>' + role + '\\n' -}}
     {%- endif -%}
     {%- set last.role = role -%}
+    {%- generation -%}
     {%- if message.reasoning_content and message.tool_calls and loop.index0 > last.user -%}
         {{- '<|channel>thought\\n' + message.reasoning_content + '\\n<channel|>' -}}
     {%- endif -%}
     {%- for call in message.tool_calls or [] -%}
         {{- '<|tool_call>call:' + call.function.name + '{' + fields(call.function.arguments) + '}<tool_call|>' -}}
     {%- endfor -%}
+    {%- endgeneration -%}
     {%- set after = namespace(role='', responses=0) -%}
     {%- for other in rest[loop.index:] -%}
         {%- if after.role -%}
         {%- elif other.role != 'tool' -%}
             {%- set after.role = other.role -%}
         {%- elif message.tool_calls -%}
-            {%- set named = namespace(name='unknown') -%}
+            {%- set named = namespace(name=other.name or 'unknown', text='') -%}
             {%- for call in message.tool_calls if call.id == other.tool_call_id -%}
                 {%- set named.name = call.function.name -%}
             {%- endfor -%}
-            {{- '<|tool_response>response:' + named.name + '{value:' + value(other.content) + '}<tool_response|>' -}}
+            {%- for part in ([] if other.content is string else other.content) if part.type == 'text' -%}
+                {%- set named.text = named.text + part.text -%}
+            {%- endfor -%}
+            {%- set response = value(other.content if other.content is string else named.text) -%}
+            {{- '<|tool_response>response:' + named.name + '{value:' + response + '}<tool_response|>' -}}
+            {%- for part in ([] if other.content is string else other.content) if part.type == 'image' -%}
+                {{- '<|image|>' -}}
+            {%- endfor -%}
             {%- set after.responses = after.responses + 1 -%}
         {%- endif -%}
     {%- endfor -%}
@@ -90,22 +100,36 @@ TEMPLATE = """
             {%- endfor -%}
         {%- endif -%}
     {%- endset -%}
-    {{- words -}}
-    {%- if message.tool_calls and not after.responses -%}
-        {{- '<|tool_response>' -}}
-    {%- elif role == 'model' and after.role == 'assistant' -%}
-    {%- elif not (after.responses and not words | trim and not after.role) -%}
-        {{- '<turn|>\\n' -}}
+    {%- set ending -%}
+        {%- if message.tool_calls and not after.responses -%}
+            {{- '<|tool_response>' -}}
+        {%- elif role == 'model' and after.role == 'assistant' -%}
+        {%- elif not (after.responses and not words | trim and not after.role) -%}
+            {{- '<turn|>\\n' -}}
+        {%- endif -%}
+    {%- endset -%}
+    {%- if role == 'model' -%}
+        {%- generation -%}
+            {{- words + ending -}}
+        {%- endgeneration -%}
+    {%- else -%}
+        {{- words + ending -}}
     {%- endif -%}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-    {{- '<|turn>model\\n' -}}
-    {%- if not enable_thinking -%}
-        {{- '<|channel>thought\\n<channel|>' -}}
+    {%- if messages[-1].role == 'tool' -%}
+        {{- '<|channel>thought\\n' if enable_thinking -}}
+    {%- else -%}
+        {{- '<|turn>model\\n' + ('' if enable_thinking else '<|channel>thought\\n<channel|>') -}}
     {%- endif -%}
 {%- endif -%}
 """
+#: An earlier revision: each message ends its turn, and the prompt of inference has no think block.
+EARLIER = TEMPLATE[: TEMPLATE.index("    {%- if messages[-1].role == 'tool' -%}")]
+EARLIER = EARLIER.replace("        {%- elif role == 'model' and after.role == 'assistant' -%}\n", "")
+EARLIER = EARLIER.replace(" and not after.role) -%}", ") -%}")
+EARLIER += "    {{- '' if messages[-1].role == 'tool' else '<|turn>model\\n' -}}\n{%- endif -%}\n"
 _NAMED = {
     "bos_token": "<bos>",
     "eos_token": "<eos>",

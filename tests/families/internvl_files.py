@@ -13,8 +13,13 @@ from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 TEMPLATE = """
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' -}}
-    {%- if message.content is string -%}
-        {{- message.content -}}
+    {%- if message.role == 'assistant' -%}
+        {%- generation -%}
+            {{- message.content if message.content is string else message.content | map(attribute='text') | join -}}
+            {{- '<|im_end|>\\n' -}}
+        {%- endgeneration -%}
+    {%- elif message.content is string -%}
+        {{- message.content + '<|im_end|>\\n' -}}
     {%- else -%}
         {%- for part in message.content -%}
             {%- if part.type == 'image' -%}
@@ -25,8 +30,8 @@ TEMPLATE = """
                 {{- part.text -}}
             {%- endif -%}
         {%- endfor -%}
+        {{- '<|im_end|>\\n' -}}
     {%- endif -%}
-    {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\\n' -}}

@@ -126,8 +126,7 @@ GROUNDING = Grounding(
 FAMILY = InternVL(
     name="internvl",
     model_types=("internvl",),
-    # The template writes no think block and drops none, so reasoning within an answer is text like the rest.
-    chat=replace(qwen.CHATML, think=None, markup=("ref", "box", "quad")),
+    chat=replace(qwen.CHATML, markup=("ref", "box", "quad")),
     items=(Expansion(IMAGE, "<IMG_CONTEXT>", before=("<img>",), after=("</img>",), written="<IMG_CONTEXT>"),),
     patch_size=14,
     merge_size=2,

@@ -237,7 +237,7 @@ class ContentCheck:
         text = "".join(pieces)
         think = self.dataset.family.chat.think
         marks = [re.escape(mark.strip()) for mark in think or ()]
-        thought = re.match(".*?".join(marks) + "\n*", text, re.DOTALL) if marks else None
+        thought = re.match(r"\s*" + ".*?".join(marks) + r"\n*", text, re.DOTALL) if marks else None
         begin = thought.end() if thought else 0
         skipped_tokens = int(np.searchsorted(np.cumsum([len(piece) for piece in pieces]), begin, side="right"))
         return turn.body + (skipped_tokens if begin else 0), one_line(text[begin:], _QUOTED)

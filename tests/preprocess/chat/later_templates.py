@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 
-_EARLIER = (EMBEDDED_TOKENIZER / "chat_template.jinja").read_text()
+EMBEDDED = (EMBEDDED_TOKENIZER / "chat_template.jinja").read_text()
 
 
-def _changed(template: str, *changes: tuple[str, str]) -> str:
+def changed(template: str, *changes: tuple[str, str]) -> str:
+    """Replaces texts of a template, each of which it has once."""
     for before, after in changes:
         assert template.count(before) == 1, before
         template = template.replace(before, after)
@@ -44,9 +45,9 @@ _SPLIT = """    {%- elif "</think>" in text -%}
 
 #: By the model whose template does the same.
 LATER = {
-    "Qwen3.6": _changed(_EARLIER, (_GATE, f"{_GATE} or (preserve_thinking is defined and preserve_thinking is true)")),
-    "Qwen3.8": _changed(
-        _EARLIER,
+    "Qwen3.6": changed(EMBEDDED, (_GATE, f"{_GATE} or (preserve_thinking is defined and preserve_thinking is true)")),
+    "Qwen3.8": changed(
+        EMBEDDED,
         (_GATE, f"{_GATE} or preserve_thinking is not defined or preserve_thinking"),
         ("{%- if tools -%}\n", _EFFORT),
         ('"<|im_start|>system\\n# Tools', '"<|im_start|>system\\n" ~ effort ~ "# Tools'),

@@ -1,0 +1,202 @@
+"""What is learned under templates in the forms of the published ones, compared with transformers and with the rows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.preprocess.chat.published import PUBLISHED
+from vlmdata.preprocess.chat.render import Renderer
+from vlmdata.preprocess.chat.targets import target_spans
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from vlmdata.preprocess.config import SpecialText, TrainThink
+from vlmdata.preprocess.conversation import Conversation, Message, TextPart
+from vlmdata.preprocess.encode.encoder import encode_turns
+from vlmdata.preprocess.reject import RowRejected
+from vlmdata.reasons import Reason
+
+CHATML = [name for name, form in PUBLISHED.items() if form.family != "gemma4"]
+#: Templates that move no think block out of the text of a message.
+LEAVE_TEXT = ["Qwen3-VL Instruct", "Qwen2.5-VL", "InternVL3.5"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
+    folder = tmp_path_factory.mktemp("published")
+    return {
+        name: load_tokenizer(form.tokenizer(folder / str(number)), None, form.family)
+        for number, (name, form) in enumerate(PUBLISHED.items())
+    }
+
+
+def said(role: Any, text: str, **more: Any) -> Message:
+    return Message(role, (TextPart(text),), **more)
+
+
+def asked(*answers: str | tuple[str, str], **more: Any) -> Conversation:
+    """Questions with these answers, or answers with their reasoning."""
+    messages = []
+    for number, answer in enumerate(answers):
+        text, reasoning = (answer, None) if isinstance(answer, str) else answer
+        messages += [said("user", f"Question {number}?"), said("assistant", text, reasoning=reasoning)]
+    return Conversation(tuple(messages), **more)
+
+
+def learned(
+    tokenizer: ChatTokenizer, talk: Conversation, think: TrainThink = TrainThink.ALWAYS
+) -> tuple[list[int], list[bool]]:
+    """The tokens of a conversation, and which of them are targets."""
+    weights = (1.0,) * len(talk.answers)
+    rendered, tokens, turns = encode_turns(Renderer(tokenizer, SpecialText.REJECT), talk, weights, think)
+    spans = target_spans(tokens, turns, weights, think, rendered.text)
+    return tokens.ids.tolist(), (spans.weights > 0).tolist()
+
+
+def text_of(tokenizer: ChatTokenizer, talk: Conversation, think: TrainThink) -> str:
+    """What is learned of a conversation, without the ends of turns."""
+    ids, targets = learned(tokenizer, talk, think)
+    text = tokenizer.hf.decode(np.array(ids)[targets])
+    return text.replace(f"{tokenizer.family.chat.turn_end}\n", "")
+
+
+CALL = {"id": "a", "name": "look", "arguments": {"place": "here"}}
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks at a place."}}
+TALKS = {
+    "one turn": asked("An answer."),
+    "several turns": asked("One.", "Two\nlines.", "Three: 1 < 2."),
+    "a system prompt": Conversation((said("system", "Be brief."), *asked("Yes.").messages)),
+    "reasoning": asked(("Four.", "Two and two.")),
+    "reasoning in several turns": asked(("Four.", "Two and two."), ("Six.", "Three and three.")),
+    "reasoning in the text": asked("<think>\nTwo and two.\n</think>\n\nFour."),
+    "the answer in the question": Conversation((said("user", "An answer."), said("assistant", "An answer."))),
+    "calls": Conversation(
+        (
+            said("user", "Where?"),
+            Message("assistant", (), None, (CALL,)),
+            said("tool", "dark", call_id="a"),
+            said("assistant", "It is dark."),
+        ),
+        tools=(TOOL,),
+    ),
+}
+#: Templates that know no tools.
+WITHOUT_TOOLS = ["Qwen2.5-VL", "InternVL3.5"]
+
+
+def messages_of(talk: Conversation) -> list[dict[str, Any]]:
+    """The conversation as users of transformers give it."""
+    messages = []
+    for message in talk.messages:
+        calls = [{"id": c["id"], "type": "function", "function": dict(list(c.items())[1:])} for c in message.tool_calls]
+        messages.append(
+            {"role": message.role, "content": message.text}
+            | ({"reasoning_content": message.reasoning} if message.reasoning is not None else {})
+            | ({"tool_calls": calls} if calls else {})
+            | ({"tool_call_id": message.call_id} if message.call_id else {})
+        )
+    return messages
+
+
+@pytest.mark.parametrize("kind", TALKS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_targets_are_those_of_the_generation_tag(tokenizers: dict[str, ChatTokenizer], name: str, kind: str) -> None:
+    tokenizer, talk = tokenizers[name], TALKS[kind]
+    if (kind == "calls" and name in WITHOUT_TOOLS) or (kind == "reasoning in the text" and name == "Qwen3.8"):
+        with pytest.raises(RowRejected) as raised:
+            learned(tokenizer, talk)
+        assert raised.value.reason is Reason.TEMPLATE_ERROR
+        return
+    wanted = tokenizer.hf.apply_chat_template(
+        messages_of(talk), tools=list(talk.tools) or None, return_dict=True, return_assistant_tokens_mask=True
+    )
+    marked = np.array(wanted["assistant_masks"], bool)
+    for start in tokenizer.info.turns.response[:1]:  # the model ends a call with it, which the tag leaves out
+        marked |= (np.array(wanted["input_ids"]) == start) & np.roll(marked, 1)
+    assert learned(tokenizer, talk) == (wanted["input_ids"], marked.tolist())
+
+
+# --- nothing that an answer says is lost, and nothing is learned as what it is not ------------------------------------
+
+PIECES = ("<think>", "</think>", "\n", "\n\n", " ", "Sure.", "So 2 + 2.", "Four.", "`")
+
+
+def marks_removed(text: str) -> str:
+    return "".join(re.sub(r"</?think>", "", text).split())
+
+
+@example(text="<think>\nr1\n</think>\n\nFirst part.\n\n<think>\nr2\n</think>\n\nSecond part.")
+@example(text="Sure, let me think.\n<think>\nTwo and two.\n</think>\n\nThe result is 4.")
+@example(text="The tag </think> ends it.")
+@example(text="Two and two.\n</think>\n\nFour.")
+@given(text=st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map("".join).filter(str.strip))
+def test_a_row_is_learned_whole_or_rejected(tokenizers: dict[str, ChatTokenizer], text: str) -> None:
+    closed = text.split("</think>")
+    own_line = not (closed[0].rpartition("\n")[2] + closed[-1].partition("\n")[0]).strip()
+    begins = text.lstrip().startswith("<think>") or (own_line and "<think>" not in closed[0])
+    for name in CHATML:
+        try:
+            found = text_of(tokenizers[name], asked(text), TrainThink.ALWAYS)
+        except RowRejected as error:
+            if "think" in text and error.reason is Reason.TEMPLATE_ERROR:
+                continue
+            raise
+        assert marks_removed(found) == marks_removed(text), name
+        reasoning, _, words = found.removeprefix("<think>").partition("</think>")
+        if name not in LEAVE_TEXT and reasoning.strip():  # the template told reasoning from words: so did the row
+            assert begins, (name, found)
+            assert marks_removed(words) == marks_removed("</think>".join(closed[1:])), name
+
+
+def test_a_rejection_names_what_is_lost(tokenizers: dict[str, ChatTokenizer]) -> None:
+    text = "<think>\nr1\n</think>\n\nFirst part.\n\n<think>\nr2\n</think>\n\nSecond part."
+    with pytest.raises(
+        RowRejected, match=r"turn 1; the message says 'First part.', which is left out or moved\. Give rea"
+    ):
+        learned(tokenizers["Qwen3.5"], asked(text))
+    with pytest.raises(RowRejected, match=r"says 'The tag', which .*; an empty one \(\"\"\) keeps think tags as text"):
+        learned(tokenizers["Qwen3.5"], asked("The tag </think> ends it."))
+    kept = text_of(tokenizers["Qwen3.5"], asked(("The tag </think> ends it.", "")), TrainThink.AUTO)
+    assert kept == "The tag </think> ends it."
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "Gemma 4, later"])
+def test_marks_of_gemma_in_an_answer_are_special_tokens(tokenizers: dict[str, ChatTokenizer], name: str) -> None:
+    with pytest.raises(RowRejected) as raised:
+        learned(tokenizers[name], asked("Sure. <|channel>thought\nTwo.\n<channel|>Four."))
+    assert raised.value.reason is Reason.SPECIAL_TOKEN_TEXT
+
+
+# --- reasoning is never learned ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LEAVE_TEXT)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<think>two and two</think>\n<answer>4</answer>", "<answer>4</answer>"),
+        ("<think>two and two</think>4", "4"),
+        ("\n<think>\ntwo and two\n</think>\n\n4", "4"),
+        ("<think>\ntwo and two\n</think>\n\n4", "4"),
+        ("<think>two</think>\n\n\n\n4", "\n\n4"),
+        ("<think> two </think> 4", " 4"),
+        ("4", "4"),
+        ("<think>two and two", None),
+        ("two\n</think>\n\n4", None),
+        ("Sure. <think>two</think> 4", None),
+        ("<think>two</think> 4 <think>five</think> 9", None),
+    ],
+)
+def test_reasoning_in_the_text_is_not_learned(
+    tokenizers: dict[str, ChatTokenizer], name: str, text: str, words: str | None
+) -> None:
+    if words is None:
+        with pytest.raises(RowRejected) as raised:
+            text_of(tokenizers[name], asked(text), TrainThink.NEVER)
+        assert raised.value.reason is Reason.UNSUPPORTED_CONTENT
+    else:
+        assert text_of(tokenizers[name], asked(text), TrainThink.NEVER) == words
