@@ -216,6 +216,13 @@ def test_a_long_sample_that_no_epoch_uses_is_no_error() -> None:
         plan_epoch(table, PlanConfig(64, 1), 0)
 
 
+def test_a_long_sample_of_a_later_mixture_is_refused_at_the_start() -> None:
+    table = concatenate_tables([make_table([10, 20]), make_table([500])])
+    later = PlanConfig(64, 1, blend=Blend("epochs", (1, 0)), schedule=(Change(99, Blend("epochs", (1, 1))),))
+    with pytest.raises(UsageError, match=r"1 sample longer than capacity 64 .*: the 2nd"):
+        RunPlans(table, later, lambda position: f"the {position}nd")
+
+
 def config_of(**options: Any) -> PlanConfig:
     return PlanConfig(64, 1, **options)
 
@@ -251,6 +258,10 @@ def test_impossible_settings_are_refused(make: Callable[[], Any], problem: str) 
             "dataset 0 has weight 1, but no tokens in samples of at most 1",
         ),
         ({"schedule": (Change(5, Blend("tokens", (1, 1))),)}, "2 weights for 1 dataset"),
+        (
+            {"schedule": (Change(99, Blend("epochs", (0.01,))),)},
+            "an epoch has no samples: 9 samples in total",
+        ),
         ({"earlier": ended((0,), 0, 99)}, "changed at step 99 of epoch 0, which has"),
         ({"earlier": ended((3,), 1, 0)}, "dataset 3; there are 1"),
     ],

@@ -9,10 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.helpers import blended, make_table, pack_sets, receipts, tables, uses
-from vlmdata.packing import Blend, EpochPlan, PlanConfig, SampleTable, concatenate_tables, cost_model, plan_epoch
+from vlmdata.packing import (
+    Blend,
+    EpochPlan,
+    PlanConfig,
+    RunPlans,
+    SampleTable,
+    concatenate_tables,
+    cost_model,
+    plan_epoch,
+)
 from vlmdata.packing.alignment import aligned
 from vlmdata.packing.config import ASSIGNMENT_SETTINGS
 from vlmdata.packing.plan.blend import epoch_passes
+from vlmdata.packing.plan.report import report_plan
 from vlmdata.packing.seeding import hash64
 
 
@@ -113,6 +123,29 @@ def test_drop_leaves_out_the_incomplete_step() -> None:
     assert len(dropped.step(dropped.num_steps - 1)) == 32
     with pytest.raises(IndexError, match=f"step {dropped.num_steps} of {dropped.num_steps}"):
         dropped.step(dropped.num_steps)
+
+
+@given(st.integers(1, 40), st.floats(0.2, 2), st.integers(1, 4), st.integers(1, 3))
+def test_each_epoch_of_a_blend_has_a_step_though_the_last_one_is_dropped(
+    samples: int, passes: float, ranks: int, micro_batches: int
+) -> None:
+    """Epochs differ in their number of packs. Each step has as many on each rank, also the only one of few packs."""
+    blend = Blend("epochs", (passes, 1.0))
+    plans = RunPlans(
+        concatenate_tables([make_table([60] * samples), make_table([60])]),
+        PlanConfig(64, ranks * micro_batches, last="drop", blend=blend),
+    )
+    for epoch in range(6):
+        plan = plans[epoch]
+        assert plan.num_steps == max(1, plan.num_packs // (ranks * micro_batches))
+        assert {plan.assignment(step, ranks).shape for step in range(plan.num_steps)} == {(micro_batches, ranks)}
+        empty = sum(int((plan.assignment(step, ranks) < 0).sum()) for step in range(plan.num_steps))
+        assert empty == max(0, ranks * micro_batches - plan.num_packs)
+        report = report_plan(plan, ranks)
+        assert (report.empty_packs, report.dropped_packs) == (
+            empty,
+            plan.num_packs + empty - plan.num_steps * ranks * micro_batches,
+        )
 
 
 def test_last_step_pads_or_keeps() -> None:
@@ -246,8 +279,6 @@ def test_too_many_patches_are_refused() -> None:
 
 
 def test_plans_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 pack cannot make a step of global_batch 4"):
-        plan_epoch(make_table([4, 4]), PlanConfig(64, 4, last="drop"), 0)
     with pytest.raises(ValueError, match="has no samples"):
         plan_epoch(make_table([]), PlanConfig(64, 4), 0)
     with pytest.raises(ValueError, match="epoch is -1"):

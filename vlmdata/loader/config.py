@@ -47,7 +47,7 @@ class Packing:
         pad_multiple: Multiple of tokens to which every sample is padded, in addition to what the layout needs (16 for
             FP8).
         last: The incomplete last step of an epoch: "pad" fills it with empty packs, "keep" makes it shorter, "drop"
-            omits it.
+            omits it unless it is the only one.
         shuffle_window: Shards packed and shuffled together; None means all.
         seed: Seed of packing and order.
         blend: Shares of several datasets; None means one pass over each per epoch.

@@ -132,7 +132,8 @@ class PlanConfig:
         pad_to_capacity: Packs have exactly ``capacity`` tokens; the tail is a padded segment of its own.
         last: The incomplete last step of an epoch. "pad": fill it with empty packs (no targets), so it has as many
             micro-batches as any other step. "keep": only as many micro-batches as its packs need, with empty packs in
-            the last one. "drop": omit it and its samples. The same on every rank.
+            the last one. "drop": omit it and its samples, unless it is the only one; then as "pad". The same on
+            every rank.
         shuffle_window: Shards that are packed and shuffled together, so that storage is read nearly in order; None
             packs and shuffles globally.
         seed: Any integer.

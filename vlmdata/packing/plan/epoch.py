@@ -15,7 +15,7 @@ from vlmdata.packing.arrays import IntArray, offsets_of, ranges
 from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
 from vlmdata.packing.config import PlanConfig, first_epoch
 from vlmdata.packing.plan.balance import balanced, in_order
-from vlmdata.packing.plan.blend import epoch_passes, usable_samples
+from vlmdata.packing.plan.blend import epoch_passes, usable_samples, uses_per_epoch
 from vlmdata.packing.plan.history import Uses, datasets_of, stage_of, used_before
 from vlmdata.packing.plan.repeats import pack_apart
 from vlmdata.packing.plan.windows import Windows, make_windows
@@ -73,7 +73,7 @@ class EpochPlan:
     def num_steps(self) -> int:
         """Number of optimizer steps in the epoch. Differs slightly between epochs."""
         if self.config.last == "drop":
-            return self.num_packs // self.config.global_batch
+            return max(1, self.num_packs // self.config.global_batch)  # the only step is padded
         return -(-self.num_packs // self.config.global_batch)
 
     def pack(self, number: int) -> Pack:
@@ -142,7 +142,7 @@ class EpochPlan:
         if dp_size < 1 or global_batch % dp_size:
             raise UsageError(f"global_batch {global_batch} is not a multiple of dp_size {dp_size}")
         packs = self.step(number)
-        size = global_batch if self.config.last == "pad" else -(-len(packs) // dp_size) * dp_size
+        size = -(-len(packs) // dp_size) * dp_size if self.config.last == "keep" else global_batch
         return np.concatenate([packs, np.full(size - len(packs), EMPTY_PACK)])
 
     def micro_batches(self, dp_size: int) -> int:
@@ -208,8 +208,7 @@ def plan_epoch(
         The plan.
 
     Raises:
-        UsageError: If a sample fits no pack, if there are no samples, if the blend does not match the datasets, or if
-            dropping the last step leaves none.
+        UsageError: If a sample fits no pack, if there are no samples, or if the blend does not match the datasets.
     """
     if epoch < 0:
         raise UsageError(f"epoch is {epoch}; epochs count from 0")
@@ -274,29 +273,22 @@ def _plan_stage(
     """Plans an epoch with these settings, which the run has from epoch ``first`` on, after these uses of samples."""
     check_limits(table, config, key_of)
     passes = epoch_passes(table, config.blend, config.seed, epoch - first, used)
-    if not passes:
-        raise UsageError(
-            f"epoch {epoch} has no samples: {counted(len(table), 'sample')} in total, blend {config.blend}"
-        )
     windows = make_windows(table, passes, config.shuffle_window, config.seed, epoch)
     repeated = len({each.dataset for each in passes}) < len(passes)
-    plan = _pack_windows(table, config, epoch, windows, repeated)
-    if plan.num_steps == 0:
-        raise UsageError(
-            f"epoch {epoch}: {counted(plan.num_packs, 'pack')} cannot make a step of global_batch "
-            f"{config.global_batch}; lower it or use last='pad'"
-        )
-    return plan
+    return _pack_windows(table, config, epoch, windows, repeated)
 
 
 def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int], str] | None = None) -> None:
-    """Raises an error for samples of the blend that fit no pack, with their number and the first ten.
+    """Raises an error if the blend has no samples, or for those that fit no pack, with their number and the first ten.
 
     ``key_of`` returns a sample's key by table position; without it, positions are shown.
 
     Raises:
         UsageError: If there are such samples.
     """
+    # Datasets that give less than a sample to an epoch give none to the first one.
+    if max(uses_per_epoch(table, config.blend), default=0) < 1:
+        raise UsageError(f"an epoch has no samples: {counted(len(table), 'sample')} in total, blend {config.blend}")
     lengths = aligned(table.lengths, config.alignment)
     usable = config.capacity // config.alignment * config.alignment
     wanted = _wanted(table, config)

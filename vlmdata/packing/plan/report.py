@@ -116,7 +116,7 @@ def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
         steps=plan.num_steps,
         packs=plan.num_packs,
         empty_packs=int((last < 0).sum()),
-        dropped_packs=plan.num_packs % config.global_batch if config.last == "drop" else 0,
+        dropped_packs=max(0, plan.num_packs - plan.num_steps * config.global_batch),
         samples=len(plan.samples),
         tokens=tokens,
         fill=tokens / room,

@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from vlmdata.packing.config import Change, PlanConfig, Stage
-from vlmdata.packing.plan.blend import passes_per_epoch
-from vlmdata.packing.plan.epoch import EpochPlan, plan_epoch, uses_before
+from vlmdata.packing.plan.epoch import EpochPlan, check_limits, plan_epoch, uses_before
 from vlmdata.packing.plan.history import Uses
 from vlmdata.packing.table import SampleTable
 
@@ -32,7 +31,7 @@ class RunPlans:
             known: then only epochs from there on are planned.
 
     Raises:
-        UsageError: If a mixture does not match the datasets.
+        UsageError: If a scheduled mixture does not match the datasets, has no samples, or has some that fit no pack.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class RunPlans:
     ):
         self._table, self._key_of, self._base = table, key_of, config
         for change in config.schedule:
-            passes_per_epoch(table, change.blend)
+            check_limits(table, replace(config, blend=change.blend), key_of)
         self._first, steps = known if known is not None else (0, 0)
         self._steps = [steps]  # before epoch self._first, the next one, …
         self._used: tuple[int, Uses | None] = (0, None)
