@@ -38,6 +38,7 @@ _OF_ROWS = (
     "source.files:",
     "source.listing_sha256:",
     "source.num_files:",
+    "source.reader:",  # which earlier versions lack
     "source.rows:",
     "source.selection.of_rows:",
     "source.selection.rows_sha256:",

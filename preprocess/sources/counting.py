@@ -28,6 +28,7 @@ _BLOCK_BYTES = 1 << 20
 _MOST_PLACES = 1 << 20
 #: Bytes per range when counting the lines of a remote file.
 _RANGE_BYTES = 32 << 20
+_TAIL_BYTES = 4 << 10
 _THREADS = 16
 
 
@@ -121,9 +122,9 @@ def _count_lines(file: DataFile, block: int, ranges: int) -> Counted:
         rows.append(before + begun[inside])
         offsets.append(at[inside])
         before += lines
-    ends_whole = file.size == 0 or _last_byte(file) == b"\n"
     places = Places(np.concatenate(rows), np.concatenate(offsets))
-    return Counted(before + (not ends_whole), places, content=None if digest is None else digest.hexdigest())
+    count = 0 if (blank := _blank_lines_at_end(file)) is None else before - blank + 1
+    return Counted(count, places, content=None if digest is None else digest.hexdigest())
 
 
 def _lines_in(
@@ -149,10 +150,20 @@ def _lines_in(
     return lines, np.array(rows, dtype=np.int64), np.array(offsets, dtype=np.int64)
 
 
-def _last_byte(file: DataFile) -> bytes:
+def _blank_lines_at_end(file: DataFile) -> int | None:
+    """Returns the number of newlines after the last text; None without any text."""
+    newlines, stop = 0, file.size
     with file.open(buffered=0, counting=True) as stream:
-        stream.seek(file.size - 1)
-        return stream.read(1)
+        while stop:
+            start = max(0, stop - _TAIL_BYTES)
+            stream.seek(start)
+            tail = stream.read(stop - start)
+            blank = tail[len(tail.rstrip()) :]
+            newlines += blank.count(b"\n")
+            if len(blank) < len(tail):
+                return newlines
+            stop = start
+    return None
 
 
 def places_of(offsets: Any, block: int) -> tuple[int, Places]:

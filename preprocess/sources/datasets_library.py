@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,48 +44,55 @@ class ArrowRows:
         return {name: _relative(value, self.image_roots) for name, value in values.items()}
 
 
-def open_files(builder: str, files: Sequence[Path], split: str | None, root: Path) -> Source:
-    """Opens data files of one kind.
+@dataclass(frozen=True)
+class DescribedFolder:
+    """A folder that ``datasets`` must find its way in: an image folder, or one whose dataset card describes it.
 
-    Args:
-        builder: Name of the kind in ``datasets``.
-        files: The files.
-        split: Name of their split, for the identity; None without a split.
-        root: Base folder of file names in the identity and of image paths.
-    """
-    import datasets
-
-    identity = {"kind": "files", **({"split": split} if split else {}), **_identify(files, root)}
-    names = [glob.escape(str(file)) for file in files]
-    with _one_line(f"SOURCE {files[0]}"):
-        dataset = datasets.load_dataset(builder, data_files=names, split="train", cache_dir=_cache_for(identity))
-    return arrow_source(dataset, identity, str(root))
-
-
-def open_folder(folder: Path, split: str | None, config_name: str | None, image_root: str | None) -> Source:
-    """Opens a folder by the rules of ``datasets``: an image folder, or one whose dataset card describes it.
-
-    Args:
+    Attributes:
         folder: The folder.
-        split: The split to read.
         config_name: The requested configuration.
-        image_root: Folder that image paths are relative to; None for ``folder``.
+        split: The split to read.
+        files: Its files, in reading order.
+        reads_all: Whether a row is an object of a file, as far as the card tells, or of a field of one.
     """
-    import datasets
 
-    what = f"SOURCE {folder}"
-    with _one_line(what):
-        builder = datasets.load_dataset_builder(str(folder), config_name)
-    data_files = builder.config.data_files or {}
-    name = choose_split(what, data_files, split)
-    identity = {"kind": "files", "split": name, **_identify([Path(file) for file in data_files[name]], folder)}
-    cache = _cache_for(identity)
-    with _one_line(what):
-        dataset = datasets.load_dataset(str(folder), config_name, split=name, cache_dir=cache)
-    # `datasets` gives absolute paths. A copy of the folder elsewhere must have the same rows.
-    root = str(folder) if image_root is None else image_root
-    roots = (Path(os.path.abspath(root)), Path(root).resolve())
-    return Source.whole(ArrowRows(dataset.with_format("arrow"), roots), identity, str(folder))
+    folder: Path
+    config_name: str | None
+    split: str
+    files: tuple[Path, ...]
+    reads_all: bool
+
+    @classmethod
+    def find(cls, folder: Path, split: str | None, config_name: str | None) -> DescribedFolder:
+        """Finds the files of a split by the rules of ``datasets``; a SourceError if there is none such."""
+        import datasets
+
+        what = f"SOURCE {folder}"
+        with _one_line(what):
+            builder = datasets.load_dataset_builder(str(folder), config_name)
+        data_files = builder.config.data_files or {}
+        name = choose_split(what, data_files, split)
+        files = tuple(Path(file) for file in data_files[name])
+        return cls(folder, config_name, name, files, _reads_all(builder.config))
+
+    def open(self, image_root: str | None) -> Source:
+        """Opens it through ``datasets``. Image paths are relative to ``image_root``, by default the folder."""
+        import datasets
+
+        identity = {"kind": "files", "split": self.split, **_identify(self.files, self.folder)}
+        with _one_line(f"SOURCE {self.folder}"):
+            dataset = datasets.load_dataset(
+                str(self.folder), self.config_name, split=self.split, cache_dir=_cache_for(identity)
+            )
+        # `datasets` gives absolute paths. A copy of the folder elsewhere must have the same rows.
+        root = str(self.folder) if image_root is None else image_root
+        roots = (Path(os.path.abspath(root)), Path(root).resolve())
+        return Source.whole(ArrowRows(dataset.with_format("arrow"), roots), identity, str(self.folder))
+
+
+def _reads_all(config: Any) -> bool:
+    """Returns whether a configuration's rows are the objects of its files, not those of a field in them."""
+    return getattr(config, "field", None) is None
 
 
 def open_saved(path: Path, split: str | None) -> Source:
@@ -191,6 +197,7 @@ class HubDataset:
         files: Addresses of the split's files with the commit (``hf://datasets/id@commit/file``), in reading order;
             empty if a script or the cache of ``datasets`` makes the rows.
         features: Columns declared by the dataset card; None if it declares none.
+        reads_all: Whether rows of JSON files are all their objects, not those of a field.
     """
 
     spec: str
@@ -199,6 +206,7 @@ class HubDataset:
     split: str
     files: tuple[str, ...]
     features: Any
+    reads_all: bool
 
     @classmethod
     def find(cls, spec: str, split: str | None, config_name: str | None, revision: str | None) -> HubDataset:
@@ -215,7 +223,7 @@ class HubDataset:
         data_files = builder.config.data_files or {}
         name = choose_split(what, dict.fromkeys([*(builder.info.splits or {}), *data_files]), split)
         files = tuple(str(file) for file in data_files.get(name, []))
-        return cls(spec, config_name, revision, name, files, builder.info.features)
+        return cls(spec, config_name, revision, name, files, builder.info.features, _reads_all(builder.config))
 
     @property
     def identity(self) -> Mapping[str, Any]:

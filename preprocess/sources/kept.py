@@ -22,7 +22,7 @@ from vlmdata.preprocess.sources.data_files import DataFile
 _LEAST_BYTES = 64 << 20
 #: File system clocks are coarse: a file modified this recently may be modified again without a new time.
 _SETTLED_NS = 2 * 10**9
-_FORMAT = 1
+_FORMAT = 2
 
 
 def kept[T](

@@ -35,6 +35,7 @@ ENDINGS: Mapping[str, Kind] = {
     ".parquet": Kind.PARQUET,
     ".arrow": Kind.ARROW,
     ".json": Kind.JSON,
+    ".json.gz": Kind.JSON,
     ".jsonl": Kind.JSON_LINES,
     ".ndjson": Kind.JSON_LINES,
     ".jsonl.gz": Kind.JSON_LINES,

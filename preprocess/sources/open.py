@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,10 +27,11 @@ from vlmdata.preprocess.sources.data_files import (
     relative_name,
     without_query,
 )
-from vlmdata.preprocess.sources.datasets_library import HubDataset
+from vlmdata.preprocess.sources.datasets_library import DescribedFolder, HubDataset
 from vlmdata.preprocess.sources.delimited import DelimitedFile
 from vlmdata.preprocess.sources.folder import FolderContent
 from vlmdata.preprocess.sources.identity import LISTED_FILES, METADATA, identify, mark_of
+from vlmdata.preprocess.sources.json_file import count_json, json_file
 from vlmdata.preprocess.sources.kinds import Kind, kind_of, the_kind
 from vlmdata.preprocess.sources.records import JsonLinesFile, RecordFile, RecordRows
 from vlmdata.preprocess.sources.rows import Rows, Source
@@ -40,7 +41,10 @@ from vlmdata.preprocess.sources.webdataset import INDEX_ENDING, TarFile, TarInde
 DEMO = "demo"
 DEMO_ROWS = 64
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_RECORDS = (Kind.JSON_LINES, Kind.DELIMITED, Kind.TAR)
+#: Kinds that ``datasets`` would read through Arrow, which guesses types: ``"2024-01-01"`` would be a time, 5 be 5.0.
+_JSON = (Kind.JSON, Kind.JSON_LINES)
+#: Identifies sources that earlier versions read through Arrow, so that no run mixes both readings.
+_AS_TEXT = {"reader": "json"}
 
 
 def open_source(
@@ -144,19 +148,42 @@ def _folder(
             f"SOURCE {folder}: `datasets` takes a folder whose path holds *, ? or [ for a pattern; "
             "rename it, link to it by another name, or give its files"
         )
-    return datasets_library.open_folder(folder, split, config_name, image_root)
+    described = DescribedFolder.find(folder, split, config_name)
+    common = _common_kind(map(str, described.files))
+    if common is not None and common in _JSON and described.reads_all:
+        files = [DataFile.local(file) for file in described.files]
+        return _files(common, files, described.split, str(folder), hash_source, reader=_AS_TEXT)
+    return described.open(image_root)
 
 
 def _hub(dataset: HubDataset) -> Source:
-    """Opens a hub dataset: Parquet and Arrow files in place, others through ``datasets``."""
-    kinds = {kind_of(file) for file in dataset.files}
-    if len(kinds) != 1 or (kind := kinds.pop()) not in TABLES:
+    """Opens a hub dataset: Parquet, Arrow and JSON files in place, others through ``datasets``."""
+    kind = _common_kind(dataset.files)
+    if kind is None:
         return dataset.open()
-    rows, _ = TableRows.count(kind, at_addresses(dataset.files), dataset.features)
-    return dataclasses.replace(Source.whole(rows, dataset.identity, None), is_remote=True)
+    if kind in TABLES:
+        rows, _ = TableRows.count(kind, at_addresses(dataset.files), dataset.features)
+        return dataclasses.replace(Source.whole(rows, dataset.identity, None), is_remote=True)
+    if kind in _JSON and dataset.reads_all:
+        source = _files(kind, at_addresses(dataset.files), None, "", hash_source=False)
+        return dataclasses.replace(source, identity={**dataset.identity, **_AS_TEXT}, image_root=None)
+    return dataset.open()
 
 
-def _files(kind: Kind, files: Sequence[DataFile], split: str | None, root: str, hash_source: bool) -> Source:
+def _common_kind(names: Iterable[str]) -> Kind | None:
+    """Returns the kind of all files; None if they are of several, or of none."""
+    kinds = {kind_of(name) for name in names}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _files(
+    kind: Kind,
+    files: Sequence[DataFile],
+    split: str | None,
+    root: str,
+    hash_source: bool,
+    reader: Mapping[str, str] | None = None,
+) -> Source:
     """Opens files of one kind: a split of the folder ``root``, or files given individually."""
     contents: list[str | None] = [None] * len(files)
     metadata: list[str | None] = [None] * len(files)
@@ -164,16 +191,10 @@ def _files(kind: Kind, files: Sequence[DataFile], split: str | None, root: str, 
     if kind in TABLES:
         rows, digests = TableRows.count(kind, files)
         metadata = list(digests)
-    elif kind in _RECORDS:
+    else:
         record_files, counted = _count(kind, files)
         rows = RecordRows.of(record_files, counted)
         contents, metadata = [each.content for each in counted], [each.metadata for each in counted]
-    elif files[0].is_remote:
-        raise SourceError(
-            f"SOURCE {files[0].place}: a list of objects in one file is read only on disk; use JSON lines"
-        )
-    else:
-        return datasets_library.open_files(kind.value, [Path(file.place) for file in files], split, Path(root))
     marks = [mark_of(*each, hash_source) for each in zip(files, contents, metadata, strict=True)]
     names = [relative_name(file.place, root) for file in files]
     known = identify([(name, file.size, mark) for name, file, mark in zip(names, files, marks, strict=True)])
@@ -184,7 +205,8 @@ def _files(kind: Kind, files: Sequence[DataFile], split: str | None, root: str, 
     }
     if len(times) > LISTED_FILES:
         times = {"all": canonical_hash(times)}
-    identity = {"kind": "files", **({"split": split} if split else {}), **known}
+    reader = _AS_TEXT if kind is Kind.JSON else reader or {}
+    identity = {"kind": "files", **({"split": split} if split else {}), **reader, **known}
     return dataclasses.replace(Source.whole(rows, identity, root, times), is_remote=files[0].is_remote)
 
 
@@ -195,6 +217,9 @@ def _count(kind: Kind, files: Sequence[DataFile]) -> tuple[list[RecordFile], lis
     if kind is Kind.JSON_LINES:
         counted = count_records(kind.value, files, JsonLinesFile.pass_over, lines=True)
         record_file = JsonLinesFile
+    elif kind is Kind.JSON:
+        counted = count_records(kind.value, files, count_json, lines=False)
+        record_file = json_file
     elif kind is Kind.DELIMITED:
         counted = count_records(kind.value, files, DelimitedFile.pass_over, lines=False)
         record_file = DelimitedFile.read_header

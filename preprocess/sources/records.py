@@ -20,7 +20,7 @@ from vlmdata.preprocess.sources.byte_files import ByteFile
 from vlmdata.preprocess.sources.counting import Counted, Places, places_of
 from vlmdata.reasons import Reason
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 #: Bytes that messages show before one that is not UTF-8.
 _BYTES_BEFORE = 20
 
@@ -128,10 +128,19 @@ class JsonLinesFile:
 
     @staticmethod
     def pass_over(file: ByteFile, block: int) -> Counted:
-        """Counts the lines of a compressed file."""
-        lines = JsonLinesFile(file)
-        with file.open() as stream:
-            return Counted(*places_of((offset for offset, _ in lines.records(stream)), block))
+        """Counts the lines of a file in sequence, up to the last one that is not blank."""
+        count = 0
+
+        def offsets(lines: Iterator[tuple[int, bytes]]) -> Iterator[int]:
+            nonlocal count
+            for number, (offset, line) in enumerate(lines, start=1):
+                if not line.isspace():
+                    count = number
+                yield offset
+
+        with file.open(counting=True) as stream:
+            _, places = places_of(offsets(JsonLinesFile(file).records(stream)), block)
+        return Counted(count, places)
 
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Yields the lines and their offsets."""
@@ -142,22 +151,26 @@ class JsonLinesFile:
 
     def values(self, record: bytes, stream: BinaryIO) -> Mapping[str, Any]:
         """Parses the object in a line; MALFORMED_ROW if the line has none."""
-        record = record.removeprefix(_BYTE_ORDER_MARK)
-        try:
-            line = record.decode().rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            near = record[max(error.start - _BYTES_BEFORE, 0) :].decode("utf-8", "backslashreplace").rstrip("\r\n")
-            raise RowRejected(
-                Reason.MALFORMED_ROW,
-                f"not UTF-8: byte {error.start} of the line is {record[error.start]:#04x}, near {excerpt(near)}; "
-                "convert the file to UTF-8",
-            ) from error
-        if not line.strip():
-            raise RowRejected(Reason.MALFORMED_ROW, "a blank line")
-        try:
-            values = json_text.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise RowRejected(Reason.MALFORMED_ROW, f"not JSON: {error}: {excerpt(line)}") from error
-        if not isinstance(values, dict):
-            raise RowRejected(Reason.MALFORMED_ROW, f"not a JSON object: {excerpt(line)}")
-        return values
+        return object_in(record.removeprefix(BYTE_ORDER_MARK), "line")
+
+
+def object_in(record: bytes, what: str) -> Mapping[str, Any]:
+    """Parses the JSON object in a part of a file, ``line`` or ``element``; MALFORMED_ROW if there is none."""
+    try:
+        text = record.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        near = record[max(error.start - _BYTES_BEFORE, 0) :].decode("utf-8", "backslashreplace").rstrip("\r\n")
+        raise RowRejected(
+            Reason.MALFORMED_ROW,
+            f"not UTF-8: byte {error.start} of the {what} is {record[error.start]:#04x}, near {excerpt(near)}; "
+            "convert the file to UTF-8",
+        ) from error
+    if not text.strip():
+        raise RowRejected(Reason.MALFORMED_ROW, f"a blank {what}")
+    try:
+        values = json_text.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowRejected(Reason.MALFORMED_ROW, f"not JSON: {error}: {excerpt(text)}") from error
+    if not isinstance(values, dict):
+        raise RowRejected(Reason.MALFORMED_ROW, f"not a JSON object: {excerpt(text)}")
+    return values

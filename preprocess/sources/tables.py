@@ -6,7 +6,6 @@ Row values are those that ``datasets`` would return: other files are cast to the
 from __future__ import annotations
 
 import base64
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from vlmdata.errors import SourceError
+from vlmdata.preprocess import json_text
+from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.preprocess.row import Struct
 from vlmdata.preprocess.sources.arrow_ipc import ArrowReader, count_arrow
 from vlmdata.preprocess.sources.data_files import DataFile
@@ -26,6 +27,7 @@ from vlmdata.preprocess.sources.kept import kept
 from vlmdata.preprocess.sources.kinds import Kind
 from vlmdata.preprocess.sources.parquet import Fragments, ParquetReader, count_parquet
 from vlmdata.preprocess.sources.plain_columns import plain_features
+from vlmdata.reasons import Reason
 
 #: Number of files whose fragments are counted in parallel.
 _THREADS = 32
@@ -151,17 +153,27 @@ class TableRows:
 
 
 def decode_json(value: Any, feature: Any) -> Any:
-    """Parses values of ``datasets``' Json features, which are JSON text in Arrow. Other structs become ``Struct``."""
+    """Parses values of ``datasets``' Json features, which are JSON text in Arrow. Other structs become ``Struct``.
+
+    MALFORMED_ROW if the text is not JSON, or an object in it has a duplicate key.
+    """
     if value is None:
         return None
     if isinstance(feature, Mapping):
         return Struct({name: decode_json(value.get(name), inner) for name, inner in feature.items()})
     if type(feature).__name__ == "Json":
-        return json.loads(value) if isinstance(value, str | bytes) else value
+        return _parsed(value) if isinstance(value, str | bytes) else value
     inner = getattr(feature, "feature", None)
     if inner is not None and isinstance(value, list):
         return [decode_json(item, inner) for item in value]
     return value
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return json_text.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowRejected(Reason.MALFORMED_ROW, f"a column of JSON is not JSON: {error}: {excerpt(text)}") from error
 
 
 def _to_json(found: Sequence[Fragments]) -> Any:

@@ -88,13 +88,23 @@ def _definitions(values: Mapping[str, Any], column: str, keys: KeyLog) -> tuple[
 
 
 def _without_padding(value: Any, where: str, keys: KeyLog) -> Any:
-    """Returns the value without the nulls of Arrow's structs, and records that there were some."""
+    """Returns the value without the nulls of Arrow's structs, and records that there were some.
+
+    Raises:
+        RowRejected: MALFORMED_MESSAGES if a value is none of JSON's: a time of Arrow no longer tells its text.
+    """
     if isinstance(value, Struct):
         if None in value.values():
             keys.note_padding(where)
         return {key: _without_padding(item, where, keys) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_without_padding(item, where, keys) for item in value]
+    if not (value is None or isinstance(value, str | int | float | Mapping)):
+        raise RowRejected(
+            Reason.MALFORMED_MESSAGES,
+            f"{where.rstrip('.')} holds {excerpt(repr(value))}, not a value of JSON; store it as text, or the whole as "
+            "JSON text",
+        )
     return value
 
 

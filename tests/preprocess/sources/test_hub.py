@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -56,7 +57,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubInMemory]:
 def builder(monkeypatch: pytest.MonkeyPatch, files: dict[str, list[str]], features: Features | None = None) -> None:
     """What ``datasets`` makes of the hub's answer: the files of each split, with the commit in their addresses."""
     made = SimpleNamespace(
-        config=SimpleNamespace(data_files=files), info=SimpleNamespace(splits=None, features=features)
+        config=SimpleNamespace(data_files=files, field=None), info=SimpleNamespace(splits=None, features=features)
     )
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: made)
     monkeypatch.delattr(datasets, "load_dataset")  # nothing may be downloaded as a whole
@@ -86,6 +87,18 @@ def test_parquet_files_are_read_at_the_commit(hub, monkeypatch):
 def test_columns_are_those_of_the_dataset_card(hub, monkeypatch):
     builder(monkeypatch, {"train": [put(hub, "a.parquet", [1])]}, Features({"n": Value("string"), "m": Value("int8")}))
     assert open_source("someone/rows").row(0).values == {"n": "1", "m": None}
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_json_is_read_as_json_at_the_commit(hub, monkeypatch, name):
+    rows = [{"n": 1, "at": "2024-01-01"}, {"n": 2.5, "at": 7}]
+    data = json.dumps(rows) if name == "rows.json" else "\n".join(map(json.dumps, rows))
+    hub.pipe_file(f"/{FOLDER}/{name}", data.encode())
+    builder(monkeypatch, {"train": [f"hf://{FOLDER}/{name}"]})
+    source = open_source("someone/rows")
+    assert [source.row(n).values for n in range(2)] == rows
+    assert (source.identity["kind"], source.identity["reader"], source.identity["rows"]) == ("hub", "json", 2)
+    assert (source.image_root, source.is_remote) == (None, True)
 
 
 def test_a_file_by_its_address(hub):

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from vlmdata.errors import SourceError
 from vlmdata.preprocess.reject import RowRejected
-from vlmdata.preprocess.sources import byte_files, counting, records
+from vlmdata.preprocess.sources import byte_files, counting, json_file, records
 from vlmdata.preprocess.sources.open import open_source
 from vlmdata.preprocess.sources.rows import Source
 from vlmdata.reasons import Reason
@@ -53,14 +54,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestAnyOrder:
     """Rows are the same in whatever order they are read, from whatever place the reading starts."""
 
-    @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "jsonl.gz", "csv", "tsv.gz"])
+    @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "jsonl.gz", "json", "json.gz", "csv", "tsv.gz"])
     def test_of_rows(self, tmp_path, small_blocks, ending):
         generator = random.Random(ending)
         rows = [
             {"n": str(n), "text": "".join(generator.choices('ab",\n\té ', k=generator.randrange(1, 800))) + "."}
             for n in range(700)
         ]
-        if "json" in ending:
+        if ending.startswith("json") and "l" not in ending:
+            data = json.dumps(rows, indent=1).encode()
+        elif "json" in ending:
             data = json_lines(rows)
         else:
             text = io.StringIO(newline="")
@@ -114,6 +117,109 @@ class TestAnyOrder:
         path.write_bytes(b'{"n": 1}\n')
         with pytest.raises(SourceError, match=r"rows.jsonl: the file was changed while it was being read"):
             source.row(2)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.just('"]},[{\\'),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+class TestJson:
+    """A ``.json`` file has the rows that the standard library reads in it."""
+
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        rows=st.lists(st.dictionaries(st.text(), JSON_VALUES, max_size=4), min_size=1, max_size=8),
+        indent=st.sampled_from([None, 0, 3]),
+        ascii_only=st.booleans(),
+        chunk=st.integers(1, 40),
+        in_list=st.booleans(),
+    )
+    def test_of_any_rows(self, tmp_path, rows, indent, ascii_only, chunk, in_list):
+        rows = [{"n": 0}, *rows]  # its first lines tell of objects one after another
+        made = [json.dumps(row, indent=indent, ensure_ascii=ascii_only) for row in rows]
+        text = f" [\n{' ,\n'.join(made)}\n] \n" if in_list else "\n".join(made)
+        path = tmp_path / "rows.json"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_file, "_CHUNK", chunk)
+            patch.setattr(counting, "_BLOCK_BYTES", 30)
+            source = opened(path)
+            assert values(source) == rows
+            assert [source.row(n).values for n in reversed(range(len(rows)))] == rows[::-1]
+
+    def test_a_bad_element_costs_one_row(self, tmp_path):
+        (tmp_path / "rows.json").write_bytes(
+            b'\xef\xbb\xbf[{"n": 0}, {"n": 1,}, [2], "three, ]", 4, {"n": "\xff"}, {"n": 6, "n": 7}, {"n": 8}} , '
+            b'{"n": 9} x, {"n": 10} {"n": 11}, {"n": 12},\n]\n'
+        )
+        source = opened(tmp_path / "rows.json")
+        assert source.num_rows == 11
+        assert [source.row(n).values["n"] for n in (0, 10)] == [0, 12]
+        said = [rejected(source, n) for n in range(1, 10)]
+        expected = ["not JSON: ", "object: [2]", 'object: "three, ]"', "object: 4", "byte 7 of the element is 0xff"]
+        expected += ["'n' occurs twice", "Extra data", "Extra data", "Extra data"]
+        assert all(text in message for text, message in zip(expected, said, strict=True))
+
+    def test_one_object_per_line_is_json_lines(self, tmp_path):
+        (tmp_path / "rows.json").write_bytes(b'\n{"n": 0}\n{"n": [1}\n{"n": 2}\n\n')
+        source = opened(tmp_path / "rows.json")
+        assert source.num_rows == 4
+        assert [source.row(n).values["n"] for n in (1, 3)] == [0, 2]
+        assert "a blank line" in rejected(source, 0)
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (b'[{"n": 1}, {"n": 2}', "damaged or cut off: the element at byte 11 is not closed"),
+            (b'[{"n": 1},', r"damaged or cut off: the list has no \]"),
+            (b'[{"n": "1}]', "damaged or cut off: the element at byte 1 is not"),
+            (b'[{"n": 1}] [{"n": 2}]', "text after the end of the list, at byte 11"),
+            (b"\xff\xfe[\0]\0", "begins with 'ÿ', not with the"),
+            (b" \n", "it has no rows"),
+            (b"[ ]", "it has no rows"),
+        ],
+    )
+    def test_damage(self, tmp_path, data, message):
+        for name, content in (("rows.json", data), ("rows.json.gz", gzip.compress(data))):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(SourceError, match=message):
+                opened(tmp_path / name)
+
+    def test_memory_is_that_of_an_element(self, tmp_path):
+        path = tmp_path / "rows.json"
+        with open(path, "wb") as file:
+            file.write(b"[")
+            for n in range(400):
+                file.write(b'%s{"n": %d, "text": "%s"}' % (b"," * (n > 0), n, b"x" * 100_000))
+            file.write(b"]")
+        tracemalloc.start()
+        source = opened(path)
+        assert [source.row(n).values["n"] for n in (399, 0, 200)] == [399, 0, 200]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert source.num_rows == 400
+        assert peak < 20 << 20, "of 40 MB"
+
+
+class TestBlankEnd:
+    @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+    @pytest.mark.parametrize("blank", [b"", b"\n", b"\n\n", b"\r\n \n\t", b"\n" * 9000])
+    def test_is_no_row(self, tmp_path, ending, blank):
+        data = b'{"n": 0}\n\n{"n": 2}' + blank
+        path = tmp_path / f"rows.{ending}"
+        path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
+        source = opened(path)
+        assert source.num_rows == 3
+        assert [source.row(n).values["n"] for n in (2, 0)] == [2, 0]
+        assert "a blank line" in rejected(source, 1)
+
+    def test_of_nothing_else_is_no_source(self, tmp_path):
+        (tmp_path / "rows.jsonl").write_bytes(b" \n\n")
+        with pytest.raises(SourceError, match="it has no rows"):
+            opened(tmp_path / "rows.jsonl")
 
 
 class TestGzip:
