@@ -15,7 +15,7 @@ from vlmdata.format.manifest import Manifest
 from vlmdata.loader.data import open_data
 from vlmdata.model.architecture import Architecture
 from vlmdata.model.families import spec_of
-from vlmdata.model.training.settings.config import ConfigError, DataConfig, TrainConfig
+from vlmdata.model.training.settings.config import ConfigError, TrainConfig
 from vlmdata.model.training.settings.early_checks import require_data_family, require_data_named
 from vlmdata.wording import counted
 
@@ -143,16 +143,17 @@ def open_loader(
     for dataset in loader.datasets:
         require_data_family(architecture, dataset.manifest, dataset.name)
     if model.language_only:
-        _require_no_items(data, loader)
+        _require_no_items(loader)
     return loader
 
 
-def _require_no_items(data: DataConfig, loader: StreamingLoader) -> None:
+def _require_no_items(loader: StreamingLoader) -> None:
     """Raises an error if a dataset that the run reads has images or videos."""
-    shares = data.blend or (1.0,) * len(loader.datasets)
-    for dataset, share in zip(loader.datasets, shares, strict=True):
+    plan = loader.plan_config
+    blends = [plan.blend, *(change.blend for change in plan.schedule)]
+    for number, dataset in enumerate(loader.datasets):
         items = dataset.manifest.totals.items
-        if items and share > 0:
+        if items and any(blend is None or blend.weights[number] > 0 for blend in blends):
             raise ConfigError(
                 f"{dataset.name} has {counted(items, 'image or video', 'images and videos')}, but model.language_only "
                 "builds no vision tower: give data without them, or leave model.language_only out"

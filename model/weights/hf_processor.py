@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmdata.errors import VlmdataError
+from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_findings
+from vlmdata.loader.mixture import expanded
 from vlmdata.model.architecture import Architecture
 from vlmdata.model.families import spec_of
 from vlmdata.model.families.processors import ProcessorFiles
@@ -132,9 +133,13 @@ def _lacking(folder: Path) -> list[str]:
 def _recorded(source: Path) -> list[str]:
     """Returns the datasets of the run that wrote a checkpoint."""
     try:
-        return list(json.loads((source / "run.json").read_text())["config"]["data"]["paths"])
+        paths = list(json.loads((source / "run.json").read_text())["config"]["data"]["paths"])
     except (OSError, ValueError, TypeError, KeyError):
         return []
+    try:
+        return [str(each) for each in expanded(paths)]
+    except UsageError:  # the mixture file is gone, which is said where it is opened
+        return paths
 
 
 def _pixels(bounds: tuple[int, int] | None) -> str:

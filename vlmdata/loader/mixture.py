@@ -139,13 +139,18 @@ class Mixture:
         return replace(ones, weights=tuple(weights))
 
 
+def is_mixture(location: str | PathLike[str]) -> bool:
+    """Returns True for a mixture file, by its name."""
+    return place_of(location).endswith(_SUFFIX)
+
+
 def mixture_in(locations: Sequence[str | PathLike[str]]) -> Mixture | None:
     """Returns the mixture, if the data of a loader is a mixture file.
 
     Raises:
         UsageError: If it is one of several locations, or says something impossible.
     """
-    files = [place_of(each) for each in locations if place_of(each).endswith(_SUFFIX)]
+    files = [place_of(each) for each in locations if is_mixture(each)]
     if not files:
         return None
     if len(locations) > 1:

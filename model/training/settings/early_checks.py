@@ -10,6 +10,8 @@ from typing import Any
 from vlmdata.families import family
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import JOINED
+from vlmdata.loader.mixture import expanded, is_mixture
+from vlmdata.locations import is_url
 from vlmdata.model.architecture import Architecture
 from vlmdata.model.families import preset, spec_of
 from vlmdata.model.network.settings import SettingError
@@ -29,6 +31,7 @@ def check_early(config: TrainConfig) -> None:
     Raises:
         ConfigError: If a setting is invalid.
         DatasetFormatError: If a folder is not a finished dataset.
+        UsageError: If a mixture file cannot be read.
     """
     architecture = preset_of(config)
     require_data_named(config.data)
@@ -36,13 +39,18 @@ def check_early(config: TrainConfig) -> None:
     _require_layout(config)
     if architecture is not None:
         _require_settings(config, architecture)
+    if mixtures := [path for path in config.data.eval_paths if is_mixture(path)]:
+        raise ConfigError(
+            f"data.eval_paths {mixtures[0]}: an evaluation uses each sample of a dataset once, without weights; give "
+            "the datasets of this mixture file"
+        )
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
-    for path in (*config.data.paths, *config.data.eval_paths):
-        if "://" not in path:
-            manifest = Manifest.read(Path(place_of_version(path)))
+    for path in (*expanded(config.data.paths), *config.data.eval_paths):
+        if not is_url(path):
+            manifest = Manifest.read(Path(place_of_version(str(path))))
             if architecture is not None:
-                require_data_family(architecture, manifest, path)
+                require_data_family(architecture, manifest, str(path))
 
 
 def require_data_named(data: DataConfig) -> None:

@@ -17,14 +17,18 @@ from tests.chat_rows import write_jsonl
 from tests.loader.rows import chat_rows
 from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import SETTINGS, steps_of, without_collecting_at_the_start
-from vlmdata.errors import ConfigMismatchError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError
 from vlmdata.model.families.qwen3_5.architecture import Qwen35Architecture
 from vlmdata.model.families.qwen3_5.presets import PRESETS
 from vlmdata.model.families.qwen3_5.spec import step_flops
 from vlmdata.model.parallel import groups
 from vlmdata.model.training.data import RankPlace, open_loader
 from vlmdata.model.training.loop import train
+from vlmdata.model.training.settings.config import ConfigError
 from vlmdata.model.training.settings.config_loading import load_config
+from vlmdata.model.training.settings.early_checks import check_early
+from vlmdata.model.weights.convert import read_architecture
+from vlmdata.model.weights.hf_processor import choose_dataset
 from vlmdata.preprocess.config import ImageConfig
 
 ALONE, TINY = RankPlace(0, 1, 0, 1, 0, 1, 0, True, True), PRESETS["tiny"]
@@ -111,3 +115,30 @@ def test_a_run_goes_on_with_its_weights_only(one_process: None, two: list[str], 
     assert [(line["loss"], line["tokens"]) for line in steps_of(out)] == [
         (line["loss"], line["tokens"]) for line in steps_of(tmp_path / "whole")
     ]
+
+
+def test_a_run_of_a_mixture_file_is_that_of_its_weights(
+    one_process: None, two: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process, which checks the datasets early, and when several began it; conversion knows its datasets."""
+    weighted = {"data__blend": [3, 1], "data__blend_by": "epochs", "run__steps": 2}
+    trained(config_of(two, tmp_path / "weighted", **weighted), resume=False)
+    file = tmp_path / "mixture.toml"
+    parts = zip("ab", two, (3, 1), strict=True)
+    file.write_text('by = "epochs"\n' + "".join(f'[datasets.{n}]\npath = "{p}"\nweight = {w}\n' for n, p, w in parts))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_early(config_of([str(file)], tmp_path / "run"))
+    trained(config_of([str(file)], tmp_path / "run", run__steps=1), resume=False)
+    monkeypatch.delenv("WORLD_SIZE")
+    saved = load_config(tmp_path / "run" / "checkpoints" / "step-00000001" / "config.toml", ["run.steps=2"])
+    check_early(saved)
+    trained(saved, resume=True)
+    lines = [[(line["loss"], line["samples"]) for line in steps_of(tmp_path / run)] for run in ("run", "weighted")]
+    assert lines[0] == lines[1]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert choose_dataset(checkpoint, None, None, read_architecture(checkpoint)) == (two[0], [])
+    with pytest.raises(ConfigError, match=rf"data\.eval_paths {file}: .* give the datasets of this mixture file"):
+        check_early(config_of(two, tmp_path / "run", data__eval_paths=[str(file)]))
+    (tmp_path / "gone.toml").write_text(file.read_text().replace(two[1], "gone"))
+    with pytest.raises(DatasetFormatError, match="gone: no such directory"):
+        check_early(config_of([str(tmp_path / "gone.toml")], tmp_path / "run"))
