@@ -47,7 +47,7 @@ def check_early(config: TrainConfig) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
     for path in (*expanded(config.data.paths), *config.data.eval_paths):
-        if not is_url(path):
+        if not is_url(str(path)):
             manifest = Manifest.read(Path(place_of_version(str(path))))
             if architecture is not None:
                 require_data_family(architecture, manifest, str(path))
