@@ -69,7 +69,7 @@ class TrainTurns(StrEnum):
 
 
 class TrainThink(StrEnum):
-    """Whether a think block is a target. ``auto``: only if it contains reasoning."""
+    """Whether a think block is a target. ``auto``: if it has reasoning, or no prompt of inference ends it."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -171,7 +171,7 @@ class PreprocessConfig:
         ),
     ] = TrainTurns.ALL
     train_think: Annotated[
-        TrainThink, text_option("Learn think blocks: if they contain reasoning, always, or never.")
+        TrainThink, text_option("Learn think blocks: if inference leaves them to the model, always, or never.")
     ] = TrainThink.AUTO
     variants: Annotated[
         int,

@@ -283,8 +283,12 @@ def is_unlike_inference(
 ) -> bool:
     """True if a learned turn follows another text than it does at inference, where it is the last turn.
 
-    The first learned turn decides: of all it is the furthest from the end.
+    It lacks the think block that the prompt of inference opens, or the template writes earlier turns otherwise. There,
+    the first learned turn decides: of all it is the furthest from the end.
     """
+    lacking = (turn.opened and turn.body == turn.answer and not turn.reasoning for turn in turns)
+    if any(lacks and weight for lacks, weight in zip(lacking, weights, strict=True)):
+        return True
     first = next(number for number, weight in enumerate(weights) if weight)
     answers = (at for at, message in enumerate(conversation.messages) if message.role == "assistant")
     length = next(islice(answers, first, None)) + 1

@@ -63,10 +63,12 @@ class Turn:
     #: One past the turn's end, and the newline after it if that is a separate token; or past the token that begins a
     #: response.
     stop: int
+    opened: bool = False  # whether the prompt of inference opens a think block that no argument of the template closes
 
     def target_start(self, train_think: TrainThink) -> int:
         """Returns the first target character."""
-        include = train_think is TrainThink.ALWAYS or (train_think is TrainThink.AUTO and self.reasoning)
+        spoken = self.reasoning or self.opened
+        include = train_think is TrainThink.ALWAYS or (train_think is TrainThink.AUTO and spoken)
         return self.body if include else self.answer
 
 

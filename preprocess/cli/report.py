@@ -188,14 +188,7 @@ class Report:
         if last:
             yield f"reasoning of {counted(last, 'last turn')} in {rows} is dropped by the template"
         if unlike := turns.get(ROWS_UNLIKE_INFERENCE, 0):
-            yield (
-                f"{counted(unlike, 'row')} with answers learned in another context than at inference: the template "
-                "writes the last turn of the assistant in another way than earlier ones"
-            )
-            yield (
-                "  recommended: --train-turns each, a sample for each turn with its reasoning and the context of "
-                "inference; images are stored once"
-            )
+            yield from _unlike_lines(unlike, TrainTurns(self._options["train_turns"]))
         if dropped := turns.get(DROPPED_TURNS, 0):
             rows = counted(turns.get(ROWS_WITH_DROPPED_TURNS, 0), "row")
             yield f"{counted(dropped, 'early turn')} of {rows} dropped to fit --max-length"
@@ -305,6 +298,20 @@ def _shown(counts: Mapping[str, int]) -> str:
     shown = ", ".join(f"{one_line(key)} ({counted(count, 'sample')})" for key, count in ordered[:_SHOWN_KEYS])
     rest = len(ordered) - _SHOWN_KEYS
     return f"{shown}, and {counted(rest, 'other')}" if rest > 0 else shown
+
+
+def _unlike_lines(rows: int, turns: TrainTurns) -> Iterator[str]:
+    """Yields lines about answers that are learned in another context than at inference."""
+    what = f"{counted(rows, 'row')} with answers learned in another context than at inference:"
+    if turns is TrainTurns.EACH:
+        yield f"{what} its prompt opens a think block, which the template does not write before these answers"
+        yield "  recommended: give their reasoning, or other --chat-template-kwargs"
+    else:
+        yield f"{what} the template writes the last turn of the assistant in another way than earlier ones"
+        yield (
+            "  recommended: --train-turns each, a sample for each turn with its reasoning and the context of "
+            "inference; images are stored once"
+        )
 
 
 def _lengths_to_json(lengths: Histogram) -> dict[str, Any]:

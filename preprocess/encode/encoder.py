@@ -18,6 +18,7 @@ from vlmdata.preprocess.chat.agreement import (
     require_reserved,
     up_to_answers,
 )
+from vlmdata.preprocess.chat.inference import with_prompts
 from vlmdata.preprocess.chat.pieces import template_error
 from vlmdata.preprocess.chat.reasoning import dropped_reasoning, require_no_marks
 from vlmdata.preprocess.chat.render import Rendered, Renderer
@@ -289,6 +290,7 @@ def encode_turns(
         raise template_error(
             f"wrote {counted(len(turns), 'assistant turn')} for {counted(len(answers), 'assistant message')}{remedy}"
         )
+    turns = with_prompts(tokenizer, conversation, turns)
     learned = [(answer, turn) for answer, turn, weight in zip(answers, turns, weights, strict=True) if weight]
     tokens = _cut_before_answers(tokenizer, rendered, tokens, learned, train_think)
     require_conversation(conversation, rendered, tokens, turns, {turn.body for _, turn in learned}, tokenizer)

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import shard_name
+from vlmdata.preprocess.chat.inference import opens_a_block
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from vlmdata.preprocess.config import PreprocessConfig
+from vlmdata.preprocess.config import PreprocessConfig, TrainThink
 from vlmdata.preprocess.encode.probe import require_usable
 from vlmdata.preprocess.engines.base import Engine, ShardWork, make_shards
 from vlmdata.preprocess.recipes.choice import image_root_of
@@ -106,7 +107,8 @@ class Run:
             tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
         require_usable(tokenizer, config)
         require_columns(source, config.keep_columns)
-        identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times)
+        block = config.train_think is TrainThink.AUTO and opens_a_block(tokenizer, config.chat_template_kwargs)
+        identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times, block)
         plan = ShardPlan.of(source.num_rows, config.rows_per_shard)
         work = ShardWork(source, config, store, tokenizer.info, tokenizer)
         if reuse is not None:

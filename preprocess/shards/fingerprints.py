@@ -111,7 +111,11 @@ def video_codec_fingerprints(pixels: str, videos: str) -> dict[str, Any]:
 
 
 def run_identity(
-    config: PreprocessConfig, tokenizer: TokenizerInfo, source: Mapping[str, Any], times: Mapping[str, str]
+    config: PreprocessConfig,
+    tokenizer: TokenizerInfo,
+    source: Mapping[str, Any],
+    times: Mapping[str, str],
+    block: bool = False,
 ) -> dict[str, Any]:
     """Returns what a run must share with the run that it continues, as JSON values.
 
@@ -121,10 +125,13 @@ def run_identity(
         source: Identity of the source.
         times: Modification times of source files whose bytes the identity does not tell. They say nothing of a
             finished dataset, whose shards are known by hash.
+        block: Whether ``--train-think auto`` learns empty think blocks, as the prompt of inference opens them. Earlier
+            versions did not learn them, so their runs are not continued.
     """
+    made = fingerprints(config, tokenizer) | ({"think_block": "opened by the prompt"} if block else {})
     return {
         **({"source_times": dict(times)} if times else {}),
-        "config": {"options": _options(config), "fingerprints": fingerprints(config, tokenizer)},
+        "config": {"options": _options(config), "fingerprints": made},
         "source": dict(source),
         "tokenizer": tokenizer_identity(tokenizer),
     }

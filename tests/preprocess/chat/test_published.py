@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +13,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.chat_rows import write_jsonl
 from tests.preprocess.chat.published import PUBLISHED
+from vlmdata.preprocess.chat.inference import opens_block
 from vlmdata.preprocess.chat.render import Renderer
 from vlmdata.preprocess.chat.targets import target_spans
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
-from vlmdata.preprocess.config import SpecialText, TrainThink
+from vlmdata.preprocess.config import PreprocessConfig, SpecialText, TrainThink, TrainTurns
 from vlmdata.preprocess.conversation import Conversation, Message, TextPart
+from vlmdata.preprocess.encode import EncodedSample, Encoder
 from vlmdata.preprocess.encode.encoder import encode_turns
 from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.shards.fingerprints import identity_changes
+from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
 
 CHATML = [name for name, form in PUBLISHED.items() if form.family != "gemma4"]
+READ_THINKING = ["Qwen3.5", "Qwen3.6", "Qwen3.8"]
 #: Templates that move no think block out of the text of a message.
 LEAVE_TEXT = ["Qwen3-VL Instruct", "Qwen2.5-VL", "InternVL3.5"]
 
@@ -200,3 +210,53 @@ def test_reasoning_in_the_text_is_not_learned(
         assert raised.value.reason is Reason.UNSUPPORTED_CONTENT
     else:
         assert text_of(tokenizers[name], asked(text), TrainThink.NEVER) == words
+
+
+# --- the prompt of inference ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_block_that_inference_opens_is_learned(tokenizers: dict[str, ChatTokenizer], name: str) -> None:
+    """Its end is taught, and what precedes the targets is a prompt of inference."""
+    tokenizer, opens = tokenizers[name], PUBLISHED[name].opens
+    given = {"enable_thinking": False} if name in READ_THINKING else {}
+    talk = asked("One.", "Two.", template_arguments=given)
+    assert opens_block(tokenizer, {}) == opens
+    ids, targets = learned(tokenizer, talk, TrainThink.AUTO)
+    assert ("</think>" in tokenizer.hf.decode(np.array(ids)[targets])) == opens
+    prompt = tokenizer.hf.apply_chat_template(
+        messages_of(talk)[:3], tokenize=False, add_generation_prompt=True, **given
+    )
+    last = len(targets) - targets[::-1].index(False)
+    if name != "Gemma 4, later":  # whose prompt ends with a block that its turns lack
+        assert tokenizer.hf.decode(ids[:last]) == prompt.removesuffix("<think>\n" if opens else "")
+
+
+def test_a_block_that_inference_opens_after_a_tool(tokenizers: dict[str, ChatTokenizer]) -> None:
+    tokenizer, thinks = tokenizers["Gemma 4, later"], {"enable_thinking": True}
+    assert [opens_block(tokenizer, given, True) for given in ({}, thinks, {"enable_thinking": False})] == [0, 1, 0]
+    assert not opens_block(tokenizer, thinks)
+    for think in (False, True):
+        talk = replace(TALKS["calls"], template_arguments={"enable_thinking": think})
+        config = PreprocessConfig(family="gemma4", train_turns=TrainTurns.EACH)
+        samples = Encoder(config, tokenizer).encode_all(talk)
+        assert [isinstance(each, EncodedSample) and each.unlike_inference for each in samples] == [False, think]
+
+
+def test_a_given_argument_stays(tokenizers: dict[str, ChatTokenizer]) -> None:
+    """With thinking switched on, no other argument closes the block."""
+    thinks = {"enable_thinking": True}
+    assert opens_block(tokenizers["Qwen3.5"], thinks)
+    found = text_of(tokenizers["Qwen3.5"], asked("A.", template_arguments=thinks), TrainThink.AUTO)
+    assert found == "<think>\n\n</think>\n\nA."
+
+
+def test_a_dataset_of_an_earlier_version_without_these_blocks_is_not_continued(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages_of(asked("A."))}])
+    name = PUBLISHED["Qwen3-VL Thinking"].tokenizer(tmp_path / "tokenizer")
+    config = PreprocessConfig(tokenizer=name, family="qwen3_vl", recipe="chat")
+    preprocess_dataset(open_source(str(rows), recipe="chat"), tmp_path / "out", config)
+    made = json.loads((tmp_path / "out" / "manifest.json").read_text())["config"]
+    kept = {name: value for name, value in made["fingerprints"].items() if name != "think_block"}
+    (change,) = identity_changes({"config": made | {"fingerprints": kept}}, {"config": made, "tokenizer": {}})
+    assert change.startswith("config.fingerprints.think_block")
