@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 from concurrent.futures import Future
 
@@ -50,6 +52,37 @@ def test_more_than_the_limit_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="more than the 8388608 bytes of the server's --memory that are for"):
         memory.acquire(8 * MIB + 1, time.monotonic() + 60)
     memory.close()
+
+
+def test_a_buffer_has_one_descriptor_and_is_charged_for_what_it_uses() -> None:
+    memory = PackMemory(64 * MIB, lambda: False)
+    before = len(os.listdir("/proc/self/fd"))
+    for kept in [[memory.acquire(size, time.monotonic()).array() for size in range(1, 3 * MIB, 150_000)]]:
+        assert len(os.listdir("/proc/self/fd")) == before + len(kept)
+        needed = sum(array.nbytes for array in kept)
+        assert memory.pool.bytes_in_use == needed < 1.2 * sum(range(1, 3 * MIB, 150_000))
+    del kept
+    small = [memory.acquire(1000, time.monotonic()).array() for _ in range(100)]
+    assert memory.pool.bytes_in_use <= len(small) * MIB // 16, "no small pack is charged a large free buffer"
+    memory.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_packs_leave_descriptors_for_clients(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """Packs are forgotten if descriptors lack, as if memory does, also where others took them meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 20
+    monkeypatch.setattr("vlmdata.service.server.packs.open_file_limit", lambda: 20 if known else soft)
+    packs = Packs(_Fillers(), 64 * MIB, 0.1, frozenset, lambda: False)  # type: ignore[arg-type]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        for number in range(60):
+            packs.get(pack_request(number, (number % 7 + 1) * 10_000 * (number % 3 * 20 + 1)), "plan", "raise")
+            assert not known or limit - len(os.listdir("/proc/self/fd")) >= 9
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert packs.counts.made == 60
+    packs.memory.close()
 
 
 class _LateFillers:

@@ -7,7 +7,9 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -15,23 +17,24 @@ import pytest
 from vlmdata.errors import UsageError
 from vlmdata.service.server import metrics
 from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.server import CollationServer
 
 
 def test_their_package_is_needed_only_with_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    without = metrics.counting(ServerConfig(), list, lambda: False)
+    without = metrics.counting(ServerConfig(), list, str)
     without.sent(1)
     without.serve()
     assert without.port is None
     with pytest.raises(UsageError, match=r"--metrics-port needs a package .*: pip install 'vlmdata\[service\]'"):
-        metrics.counting(ServerConfig(metrics_port=0), list, lambda: False)
+        metrics.counting(ServerConfig(metrics_port=0), list, str)
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of a server that counts nothing."""
     packs = metrics.Shown("vlmdata_packs_made", "Packs read and decoded.", 0, counts=True)
-    shown = metrics.Metrics("127.0.0.1", 0, lambda: [packs], lambda: False)
+    shown = metrics.Metrics("127.0.0.1", 0, lambda: [packs], str)
     shown.serve()
     assert shown.port is not None
     yield shown.port
@@ -42,6 +45,17 @@ def get(port: int, path: str) -> str:
     with urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
         text: str = answer.read().decode()
     return text
+
+
+def test_a_server_that_cannot_take_connections_is_unhealthy(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(CollationServer([chat], ServerConfig(port=0, workers=1, metrics_port=0, drain=1.0))) as server:
+        server.metrics.serve()
+        assert server.metrics.port is not None
+        assert get(server.metrics.port, "/healthz") == "OK\n"
+        monkeypatch.setattr("vlmdata.service.server.server.free_descriptors", lambda: 15)
+        with pytest.raises(HTTPError, match="503") as refused:
+            get(server.metrics.port, "/healthz")
+        assert "only 15 file descriptors are left" in refused.value.read().decode()
 
 
 class TestConnections:

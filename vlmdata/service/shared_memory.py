@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import mmap
 import os
 import re
 import stat
@@ -33,13 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.loader.fill.buffers import GENERATION_BYTES, BufferName
+from vlmdata.loader.fill.mapping import mapped
 
 #: Offset of a piece that is not in the shared memory, but in the answer.
 IN_ANSWER = -1
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Buffers of a server that a client maps, each with a file descriptor.
+#: Buffers of a server that a client maps.
 _MOST_MAPS = 128
 
 _OF_A_PROCESS = re.compile(r"/proc/(\d+)/fd/(\d+)")
@@ -172,7 +172,9 @@ def _mapped(pack: SharedPack) -> Bytes:
             raise SharedMemoryError(f"{path} is not the server's memory")
         if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise SharedMemoryError(f"{path} could be cut while it is read")
-        return np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8)
+        memory = np.frombuffer(mapped(file, size, writable=False), np.uint8)
+        memory.flags.writeable = False
+        return memory
     except (OSError, ValueError, OverflowError) as error:
         raise SharedMemoryError(f"{path} cannot be mapped: {error}") from error
     finally:

@@ -7,9 +7,9 @@ views it is gone, so a consumer that keeps batches is safe and only makes the po
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
+import sys
 import tempfile
 import threading
 import weakref
@@ -21,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import ResourceError
+from vlmdata.loader.fill.mapping import mapped, remove_pages
 
-#: Buffer sizes are rounded up to this, so that packs of slightly different size share buffers.
-_GRAIN = 4 * 1024 * 1024
+#: Buffer sizes are rounded up to a grain, so that packs of slightly different size share buffers. If the pool has a
+#: limit, to a smaller one for small packs: what is charged is at most an eighth too much.
+_LARGEST_GRAIN, _SMALLEST_GRAIN, _GRAINS = 4 << 20, 64 << 10, 8
 #: Bytes after each buffer for its generation: a number that changes before the buffer is used for something new. A
 #: reader in another process that finds the same one before and after a copy has a copy of one state.
 GENERATION_BYTES = 8
@@ -48,7 +50,7 @@ class _Buffer:
         self.name, self._file, self._sealed = _shared_file(size)
         self._generation = secrets.randbits(62)  # other than that of an earlier buffer in the same place
         try:
-            self.memory = mmap.mmap(self._file, size)
+            self.memory = mapped(self._file, size, writable=True)  # so that there is one descriptor for each buffer
         except OSError:
             self.close()
             raise
@@ -63,8 +65,7 @@ class _Buffer:
         """Frees the memory, also where another process still maps it. Nobody may use the buffer any more."""
         self.renew()
         if self._sealed:
-            with suppress(OSError):  # freed with the last process that maps it
-                self.memory.madvise(mmap.MADV_REMOVE)
+            remove_pages(self.memory)
         else:
             os.ftruncate(self._file, 0)
 
@@ -94,10 +95,14 @@ def _shared_file(size: int) -> tuple[BufferName, int, bool]:
 
 
 class BufferPool:
-    """Buffers in use and free ones, of at most ``limit`` bytes together. Thread-safe."""
+    """Buffers in use and free ones, of at most ``limit`` bytes together. Thread-safe.
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit
+    Each has a file descriptor. With a limit, buffers take at most ``files`` of them, and one that holds twice the bytes
+    asked for is not taken: it would be charged whole.
+    """
+
+    def __init__(self, limit: int | None = None, files: int | None = None) -> None:
+        self._limit, self._files = limit, files
         self._free: list[_Buffer] = []
         # Re-entrant, because garbage collection may run a finalizer inside this critical section.
         self._lock = threading.RLock()
@@ -108,7 +113,8 @@ class BufferPool:
         """Returns the smallest free buffer of at least ``size`` bytes, else a new one, or raises a ResourceError."""
         with self._lock:
             assert not self._closed
-            fitting = [buffer for buffer in self._free if buffer.name.bytes >= size]
+            largest = 2 * self.rounded(size) if self._limit is not None else sys.maxsize
+            fitting = [buffer for buffer in self._free if size <= buffer.name.bytes <= largest]
             if fitting:
                 buffer = min(fitting, key=lambda each: each.name.bytes)
                 self._free.remove(buffer)
@@ -116,29 +122,43 @@ class BufferPool:
                 buffer = self._another(self.rounded(size))
             return LeasedBuffer(self, buffer)
 
-    @staticmethod
-    def rounded(size: int) -> int:
+    def rounded(self, size: int) -> int:
         """Returns the bytes of a new buffer for ``size`` bytes."""
-        return max(-(-size // _GRAIN), 1) * _GRAIN
+        grain = _LARGEST_GRAIN
+        if self._limit is not None:
+            grain = min(max((1 << size.bit_length()) // (2 * _GRAINS), _SMALLEST_GRAIN), grain)
+        return max(-(-size // grain), 1) * grain
 
     def _another(self, size: int) -> _Buffer:
         if self._limit is not None:
-            while self._free and self.total_bytes + size > self._limit:
-                unused = self._free.pop()  # too small
-                self._all.remove(unused)
-                unused.free()
-                unused.close()
-            if self.total_bytes + size > self._limit:
-                raise ResourceError(f"{self.total_bytes} of {self._limit} bytes for batches are in use")
+            while self._free and not self._has_room(size):
+                self._drop_free()
+            if not self._has_room(size):
+                raise ResourceError(
+                    f"{self.total_bytes} of {self._limit} bytes for batches are in use, in {len(self._all)} buffers"
+                )
         try:
             buffer = _Buffer(size)
         except OSError as error:
+            if self._free:  # their memory or descriptors may be what lacks
+                self._drop_free()
+                return self._another(size)
             raise ResourceError(
                 f"{len(self._all)} batches of this loader are in memory, with no space for another of {size} "
                 f"bytes: {error}. Keep clones of batches instead, or fewer of them; or raise the limit (`ulimit -n`)."
             ) from error
         self._all.append(buffer)
         return buffer
+
+    def _has_room(self, size: int) -> bool:
+        fits = self._limit is None or self.total_bytes + size <= self._limit
+        return fits and (self._files is None or len(self._all) < self._files)
+
+    def _drop_free(self) -> None:
+        unused = self._free.pop()
+        self._all.remove(unused)
+        unused.free()
+        unused.close()
 
     @property
     def total_bytes(self) -> int:
@@ -233,7 +253,7 @@ class BufferMaps:
             try:
                 if os.fstat(file).st_ino != name.inode:
                     raise ResourceError(f"{name.path}: the loader of this batch is closed")
-                self._maps[name] = np.frombuffer(mmap.mmap(file, name.bytes), dtype=np.uint8)
+                self._maps[name] = np.frombuffer(mapped(file, name.bytes, writable=True), dtype=np.uint8)
             finally:
                 os.close(file)
         return self._maps[name]

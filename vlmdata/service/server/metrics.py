@@ -53,12 +53,15 @@ class Counting:
         """Stops it."""
 
 
-def counting(config: ServerConfig, shown: Callable[[], list[Shown]], is_draining: Callable[[], bool]) -> Counting:
-    """Returns real counters if there is a port to show them; a UsageError if a package for that is not installed."""
+def counting(config: ServerConfig, shown: Callable[[], list[Shown]], problem: Callable[[], str]) -> Counting:
+    """Returns real counters if there is a port to show them; a UsageError if a package for that is not installed.
+
+    ``problem`` says why the server takes no queries now; "" if it does.
+    """
     if config.metrics_port is None:
         return Counting()
     try:
-        return Metrics(config.host, config.metrics_port, shown, is_draining)
+        return Metrics(config.host, config.metrics_port, shown, problem)
     except ImportError as error:
         raise UsageError(f"--metrics-port needs a package ({error}): pip install 'vlmdata[service]'") from error
 
@@ -66,11 +69,11 @@ def counting(config: ServerConfig, shown: Callable[[], list[Shown]], is_draining
 class Metrics(Counting):
     """The counters of a server, and the HTTP server that shows them, with the values that the server has anyway."""
 
-    def __init__(self, host: str, port: int, shown: Callable[[], list[Shown]], is_draining: Callable[[], bool]):
+    def __init__(self, host: str, port: int, shown: Callable[[], list[Shown]], problem: Callable[[], str]):
         from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
         disable_created_metrics()  # type: ignore[no-untyped-call] # one more line a counter, which nobody reads
-        self._place, self._is_draining = (host, port), is_draining
+        self._place, self._problem = (host, port), problem
         self.registry = CollectorRegistry()
         self._batches = Counter("vlmdata_batches", "Batches sent.", registry=self.registry)
         self._bytes = Counter("vlmdata_bytes", "Bytes of batches sent.", registry=self.registry)
@@ -151,7 +154,8 @@ class Metrics(Counting):
         path = "".join(first.split(" ")[1:2]).partition("?")[0]
         status, kind, body = "404 Not Found", "text/plain", b""
         if path == "/healthz":
-            status = "503 Service Unavailable" if self._is_draining() else "200 OK"
+            problem = self._problem()
+            status, body = ("503 Service Unavailable", f"{problem}\n".encode()) if problem else ("200 OK", b"")
         elif path == "/metrics":
             accepted = [each.partition(":")[2] for each in headers if each.lower().startswith("accept:")]
             try:

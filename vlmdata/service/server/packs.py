@@ -18,6 +18,7 @@ from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
 from vlmdata.loader.fill.buffers import BufferName, BufferPool, LeasedBuffer
 from vlmdata.loader.fill.filler import Filled, filling_workers
 from vlmdata.loader.request.pack_request import PackRequest
+from vlmdata.machine import open_file_limit
 from vlmdata.storage.choices import Verify
 from vlmdata.storage.shards import DatasetShards
 from vlmdata.workers import PoolClosed, WorkersDied
@@ -43,7 +44,7 @@ class PackMemory:
 
     def __init__(self, limit: int, make_room: Callable[[], bool]):
         self.limit = limit
-        self.pool = BufferPool(limit)
+        self.pool = BufferPool(limit, files=open_file_limit() // 2)  # the rest is for connections and shards
         self._make_room = make_room
         self._closed = False
 
@@ -54,7 +55,7 @@ class PackMemory:
             UsageError: If the buffer alone exceeds the limit.
             BusyError: If no memory becomes free in time, or the server ends.
         """
-        if BufferPool.rounded(size) > self.limit:
+        if self.pool.rounded(size) > self.limit:
             raise UsageError(
                 f"a batch of {size} bytes is more than the {self.limit} bytes of the server's --memory that are for "
                 "packs; use a smaller capacity, or give the server more memory"
@@ -205,7 +206,7 @@ class Packs:
     def prepare(self, request: PackRequest, plan: str, on_damage: OnDamage) -> None:
         """Makes a pack before a query asks for it, if there is memory for it now. Raises the errors of :meth:`get`."""
         key, whole = _whole(request, plan, on_damage)
-        size = BufferPool.rounded(whole.arrays.bytes)
+        size = self.memory.pool.rounded(whole.arrays.bytes)
         with self._lock:
             unasked = sum(self._unasked.values())
             if self._known(key) in self._packs or key in self._unasked:

@@ -22,6 +22,7 @@ from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 from vlmdata.loader.data import require_one_tokenizer
 from vlmdata.loader.fill.filler import DAMAGE, damaged_file
 from vlmdata.loader.request.pack_request import PackRequest
+from vlmdata.machine import free_descriptors, open_file_limit, raise_open_file_limit
 from vlmdata.media.codecs import require_codecs
 from vlmdata.service.protocol import (
     DESCRIBE,
@@ -59,6 +60,8 @@ _FILES_AT_ONCE = 16
 _THREADS_PER_CALL = 4
 _LONGEST_LOGGED = 500
 _SECONDS_BETWEEN_LOOKS = 0.05
+#: With fewer file descriptors left, connections may be refused.
+_LEAST_DESCRIPTORS = 16
 
 
 class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
@@ -70,6 +73,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
     """
 
     def __init__(self, data: Sequence[str | os.PathLike[str]], config: ServerConfig):
+        raise_open_file_limit()  # each pack and each connection has one; before workers start
         opened = [open_for_loading(each, config.cache_dir, config.cache_bytes) for each in data]
         datasets = [dataset for dataset, _ in opened]
         require_one_tokenizer(datasets)
@@ -81,7 +85,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             raise UsageError("one of the datasets is given twice")
         self.config = config
         # First: an error must not leave workers behind.
-        self.metrics = counting(config, self._shown, lambda: self.is_draining)
+        self.metrics = counting(config, self._shown, self.problem)
         certificates = [(_read(config.tls_cert), _read(config.tls_key))] if config.tls else None
         authorities = _read(config.tls_client_ca) if config.tls_client_ca is not None else None
         tokens = {} if config.token_file is None else {"token": TokenCheck(TokenFile(config.token_file))}
@@ -113,6 +117,15 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         """Whether new queries are refused."""
         return self._draining.is_set()
 
+    def problem(self) -> str:
+        """Returns why this server takes no queries now; "" if it does."""
+        if self.is_draining:
+            return "stopping"
+        left = free_descriptors()
+        if left is not None and left < _LEAST_DESCRIPTORS:
+            return f"only {left} file descriptors are left: raise the limit (`ulimit -n`, LimitNOFILE of systemd)"
+        return ""
+
     def describe(self) -> Description:
         """Returns what clients need to know of this server."""
         served = tuple(ServedDataset(self._names[each], each) for each in self._datasets)
@@ -131,6 +144,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             "workers": self.config.workers,
             "worker_restarts": self._fillers.restarts,
             "memory": {"limit": memory.limit, "in_use": memory.pool.bytes_in_use},
+            "files": {"limit": open_file_limit(), "left": free_descriptors()},
             "plans": {"limit": self.config.plan_memory, "in_use": self.plans.bytes_in_use},
             "packs": dataclasses.asdict(counts),
             "damaged": dict(self._damaged),
@@ -154,6 +168,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             Shown("vlmdata_memory_limit_bytes", "Limit of these.", memory.limit),
             Shown("vlmdata_plans_in_use_bytes", "Bytes of plans.", plans.bytes_in_use),
             Shown("vlmdata_plans_limit_bytes", "Limit of these.", self.config.plan_memory),
+            Shown("vlmdata_file_descriptors_left", "Files that can be opened.", free_descriptors() or 0),
             Shown("vlmdata_answers_under_way", "Answers being sent.", len(self.answers)),
             Shown("vlmdata_damaged_files", "Files in which damage was met.", len(self._damaged)),
         ]
