@@ -76,7 +76,7 @@ def test_keeping_more_than_the_system_allows_is_explained(chat: Path) -> None:
             try:
                 list(loader)
             except ResourceError as error:
-                os._exit(0 if re.match(r"[2-8] batches .*ulimit", str(error)) else 3)
+                os._exit(0 if re.match(r"\d+ batches .*ulimit", str(error)) else 3)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

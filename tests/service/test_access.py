@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.service.address import Server
 from vlmdata.service.client.connection import CertificateError, ServerLostError, lost, more_telling
+from vlmdata.service.server import access
 from vlmdata.service.server.access import RateLimit, TokenFile, machine_of
 from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.metrics import Counting
 from vlmdata.service.server.server import CollationServer
 
 OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 2}
@@ -99,6 +102,37 @@ class TestTokens:
             mine.write_text("old")
             with pytest.raises(UsageError, match="the token was refused"):
                 first_batch(place, service_token_file=mine)
+
+    def test_a_loader_outlives_a_rotation_of_both_files(
+        self, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The server's file is empty for a while; then the loader's old token is refused until its file has the new."""
+        monkeypatch.setattr(access, "_SECONDS_BETWEEN_LOOKS", 0.0)
+        caplog.set_level(logging.INFO, "vlmdata.service")
+        tokens, mine, refused = tmp_path / "tokens", tmp_path / "mine", list[str]()
+        tokens.write_text("old")
+        mine.write_text("old")
+
+        def count(_: object, reason: str) -> None:
+            refused.append(reason)
+            if len(refused) == 3:
+                mine.write_text("new")
+
+        monkeypatch.setattr(Counting, "refused", count)
+        server = CollationServer([chat], ServerConfig(port=0, workers=1, drain=1.0, token_file=tokens))
+        with closing(server):
+            options = OPTIONS | {"service_token_file": mine, "timeout": 240.0}
+            with StreamingLoader(f"grpc://127.0.0.1:{server.port}", **options) as loader:
+                batches = iter(loader)
+                tokens.write_text("")
+                assert next(batches)
+                assert "token file has no token; the earlier tokens stay valid" in caplog.messages
+                tokens.write_text("new")
+                assert len(list(batches)) > 1
+        assert len(refused) >= 3
+        assert set(refused) == {"token"}
+        assert caplog.messages.count("token refused") == len(refused)
+        assert any("the token was refused" in each and each.endswith("Asking it again.") for each in caplog.messages)
 
     def test_a_file_without_tokens_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="cannot be read: No such file"):

@@ -18,6 +18,7 @@ from vlmdata.service.address import Server
 from vlmdata.service.client.connection import (
     OF_ONE_SERVER,
     Call,
+    CertificateError,
     ServerLostError,
     TokenRefusedError,
     in_thread,
@@ -59,7 +60,6 @@ class Race:
         self._last_begun = 0.0
         self._failed: dict[Server, Exception] = {}  # in this round
         self._problems: dict[Server, Exception] = {}
-        self._token_read_again: set[Server] = set()
         self._masked: tuple[LeasedBuffer, Filled] | None = None  # the best of the answers with masked samples
         self._masking: set[Server] = set()  # who gave them
 
@@ -141,9 +141,8 @@ class Race:
         if refusals and len(refusals) == len(self._failed) and self._masked is None:
             raise self._refusal(refusals)
         for server in self._failed.keys() - refusals.keys():
-            if isinstance(self._failed[server], TokenRefusedError):
-                self._token_read_again.add(server)
-                self._servers.forget(server)  # the next connection reads the token again
+            if isinstance(self._failed[server], TokenRefusedError | CertificateError):
+                self._servers.forget(server)  # the next connection reads token and certificates again
         self._failed = refusals
 
     def _end(self) -> None:
@@ -178,10 +177,11 @@ class Race:
 
     def _is_final(self, failure: tuple[Server, Exception]) -> bool:
         """Returns whether asking this server again cannot help."""
-        server, error = failure
-        if isinstance(error, TokenRefusedError) and server not in self._token_read_again:
-            return False
-        return isinstance(error, (ConfigMismatchError, UsageError, *DAMAGE))
+        _, error = failure
+        # The token was accepted before: it is being replaced, here or there.
+        return isinstance(error, (ConfigMismatchError, UsageError, *DAMAGE)) and not isinstance(
+            error, TokenRefusedError
+        )
 
     def _refusal(self, refusals: Mapping[Server, Exception]) -> Exception:
         """Returns the error of servers that all refuse. If their copies are damaged, it names each."""

@@ -17,7 +17,14 @@ from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
 from vlmdata.loader.fill.filler import DAMAGE, damaged_file
 from vlmdata.service.address import Server, ServiceAddress
-from vlmdata.service.client.connection import OF_ONE_SERVER, CertificateError, Connection, in_thread, more_telling
+from vlmdata.service.client.connection import (
+    OF_ONE_SERVER,
+    CertificateError,
+    Connection,
+    TokenRefusedError,
+    in_thread,
+    more_telling,
+)
 from vlmdata.service.protocol import Description
 
 _log = logging.getLogger("vlmdata.service.client")
@@ -55,6 +62,7 @@ class Servers:
         self._looked_up, self._looking = time.monotonic(), False
         self._connections: dict[Server, Connection] = {}
         self._health: dict[Server, _Health] = {}
+        self._accepted = False  # whether a server has answered: a token that is refused later is being replaced
         self._damaged: set[tuple[Server, str]] = set()  # servers and files, each logged once
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
 
@@ -77,6 +85,8 @@ class Servers:
                     answer = question(self.connection(server), seconds)
                 except OF_ONE_SERVER as error:
                     problems[server] = more_telling(problems.get(server), error)
+                    if self._waits_for_token(error):
+                        self.forget(server)
                     if len(servers) > 1 or not isinstance(error, CertificateError):  # which is raised
                         self.failed(server, error)
                     continue
@@ -86,7 +96,8 @@ class Servers:
                 raise UsageError(
                     f"{self.address.text}: " + "; ".join(str(problems[server]) for server in sorted(problems))
                 )
-            if all(isinstance(error, (ConfigMismatchError, UsageError, *DAMAGE)) for error in problems.values()):
+            refusals = (ConfigMismatchError, UsageError, *DAMAGE)
+            if all(isinstance(each, refusals) and not self._waits_for_token(each) for each in problems.values()):
                 raise next(iter(problems.values()))
             if time.monotonic() + PAUSE_BETWEEN_ROUNDS > deadline:
                 raise self.nobody(problems, timeout)
@@ -140,8 +151,12 @@ class Servers:
             health.until = now + min(_FIRST_PAUSE * 2 ** (health.failures - 1), _LONGEST_PAUSE)
             first, others = type(error) not in health.logged, len(self._servers) > 1
             health.logged.add(type(error))
-        if first and (others or not isinstance(error, UsageError | ConfigMismatchError)):  # which is raised
+        is_raised = isinstance(error, UsageError | ConfigMismatchError) and not self._waits_for_token(error)
+        if first and (others or not is_raised):
             _log.warning("%s. Asking %s.", str(error).rstrip("."), "the other servers" if others else "it again")
+
+    def _waits_for_token(self, error: Exception) -> bool:
+        return self._accepted and isinstance(error, TokenRefusedError)
 
     def damaged(self, server: Server, message: str) -> None:
         """Notes that a server's copy of the data is damaged. It is asked as before: its other shards may be sound."""
@@ -155,6 +170,7 @@ class Servers:
     def succeeded(self, server: Server, seconds: float | None = None) -> None:
         """Notes that a server has answered, and after how many seconds."""
         with self._lock:
+            self._accepted = True
             health = self._health.pop(server, None)
             if seconds is not None:
                 self._latencies.append(seconds)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -24,7 +24,10 @@ _BURST = 2.0
 
 
 class TokenFile:
-    """The valid tokens: the lines of a file, which is read again when it changes. Thread-safe."""
+    """The valid tokens: the lines of a file, which is read again when it changes. Thread-safe.
+
+    While it cannot be read or holds none, as when it is being replaced, the earlier tokens stay valid.
+    """
 
     def __init__(self, path: Path):
         self._path = path
@@ -47,33 +50,45 @@ class TokenFile:
             if time.monotonic() - self._looked >= _SECONDS_BETWEEN_LOOKS:
                 self._looked = time.monotonic()
                 try:
-                    if self._stamp != self._path.stat().st_mtime_ns:
-                        self._stamp, self._tokens = self._read()
-                        _log.info("token file read again", extra={"tokens": len(self._tokens)})
+                    if self._stamp != _stamp(self._path):
+                        self._stamp, tokens = self._read()
+                        if tokens:
+                            self._tokens = tokens
+                            _log.info("token file read again", extra={"tokens": len(tokens)})
+                        else:
+                            _log.warning("token file has no token; the earlier tokens stay valid")
                 except OSError as error:
                     _log.warning(
                         "token file cannot be read; the earlier tokens stay valid", extra={"error": str(error)}
                     )
             return self._tokens
 
-    def _read(self) -> tuple[int, tuple[bytes, ...]]:
-        stamp = self._path.stat().st_mtime_ns
+    def _read(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        stamp = _stamp(self._path)
         lines = (line.strip() for line in self._path.read_bytes().splitlines())
         return stamp, tuple(line for line in lines if line and not line.startswith(b"#"))
 
 
-class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Rejects calls without a valid token, before they are read."""
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Returns what changes when a file is written or replaced."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
-    def __init__(self, tokens: TokenFile):
+
+class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Rejects calls without a valid token, before they are read. Logs each, and calls ``refused``."""
+
+    def __init__(self, tokens: TokenFile, refused: Callable[[], None]):
         super().__init__()
-        self._tokens = tokens
+        self._tokens, self._refused = tokens, refused
 
     def start_call(self, info: Any, headers: Mapping[str, Sequence[str]]) -> None:
         """Checks the header ``authorization: Bearer TOKEN`` of a call."""
         given = next((values[0] for name, values in headers.items() if name.lower() == "authorization"), "")
         scheme, _, token = given.partition(" ")
         if scheme.lower() != "bearer" or not self._tokens.accepts(token.strip()):
+            self._refused()
+            _log.warning("token refused", extra={"given": bool(token)})  # Flight does not say here who asks
             raise flight.FlightUnauthenticatedError("a valid token is needed: authorization: Bearer TOKEN")
 
 

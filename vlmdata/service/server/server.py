@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         self.metrics = counting(config, self._shown, self.problem)
         certificates = [(_read(config.tls_cert), _read(config.tls_key))] if config.tls else None
         authorities = _read(config.tls_client_ca) if config.tls_client_ca is not None else None
-        tokens = {} if config.token_file is None else {"token": TokenCheck(TokenFile(config.token_file))}
+        tokens = {}
+        if config.token_file is not None:
+            tokens = {"token": TokenCheck(TokenFile(config.token_file), partial(self.metrics.refused, "token"))}
         self.plans = PlanBook(self._datasets, self._names, config.plan_memory, config.timeout)
         self.answers, self.files = (Answers(config.stall, config.pack_memory) for _ in range(2))
         self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
