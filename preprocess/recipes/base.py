@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Any, ClassVar, Protocol
 
@@ -100,8 +100,13 @@ class Candidate:
     of: int = 1  # length of the list
 
 
-def candidates_of(recipe: Recipe, row: Row) -> list[Candidate]:
+def candidates_of(recipe: Recipe, row: Row, kept: Sequence[str] = ()) -> list[Candidate]:
     """Calls the recipe on a row.
+
+    Args:
+        recipe: The recipe.
+        row: The row.
+        kept: Columns that the index keeps (``--keep-columns``), which are therefore not unused.
 
     Returns:
         One candidate without a number for a Conversation or Document; the numbered elements of a list, tuple or
@@ -113,13 +118,23 @@ def candidates_of(recipe: Recipe, row: Row) -> list[Candidate]:
     """
     made: Any = recipe(row)
     if isinstance(made, Conversation | Document):
-        return [Candidate(made)]
+        return [Candidate(_without_kept(made, kept))]
     if not isinstance(made, list | tuple | Iterator):
         raise TypeError(f"the recipe returned {_described(made)}; it must return {_WANTED}, or a list of them")
     elements = list(made)
     if not elements:
         raise RowRejected(Reason.NO_SAMPLES, "the recipe returned an empty list")
-    return [Candidate(_element(element, i), i, len(elements)) for i, element in enumerate(elements)]
+    found = [_element(element, i) for i, element in enumerate(elements)]
+    return [Candidate(_without_kept(element, kept), i, len(elements)) for i, element in enumerate(found)]
+
+
+def _without_kept[T: Conversation | Document | RowRejected](made: T, kept: Sequence[str]) -> T:
+    """Returns what a recipe made, without kept columns among its unused keys; ``meta.lang`` counts as ``meta``."""
+    if isinstance(made, RowRejected) or not kept:
+        return made
+    columns = {*kept, *(name.partition(".")[0] for name in kept)}
+    unused, unknown = (tuple(key for key in keys if key not in columns) for keys in (made.unused, made.unknown))
+    return replace(made, unused=unused, unknown=unknown)
 
 
 def _element(element: Any, number: int) -> Conversation | Document | RowRejected:

@@ -123,7 +123,7 @@ class _FromSource(ShardContext):
         """Returns what the recipe makes of a row, with the pixels of the shards, or its rejection."""
         made = before = super().candidates(row, files)
         if self.earlier is not None:
-            before = attempted(partial(candidates_of, self.earlier, row), self.earlier)
+            before = attempted(partial(candidates_of, self.earlier, row, self.old_config.keep_columns), self.earlier)
             if not isinstance(before, RowRejected):
                 before = with_variants(before, row, self.old_config)
         if isinstance(made, RowRejected) or isinstance(before, RowRejected):

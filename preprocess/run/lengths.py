@@ -127,7 +127,9 @@ def measure_lengths(
         try:
             row = source.row(number)
             with media.row():
-                for candidate in with_variants(candidates_of(recipe, row), row, encoder.config):
+                for candidate in with_variants(
+                    candidates_of(recipe, row, encoder.config.keep_columns), row, encoder.config
+                ):
                     made = candidate.made
                     sums.add([made] if isinstance(made, RowRejected) else meter.measure(made))
         except RowRejected as error:

@@ -58,7 +58,7 @@ def trace_row(source: Source, recipe: Recipe, encoder: Encoder, number: int) -> 
     except RowRejected as error:
         return TracedRow(number, rows, None, error=error)
     try:
-        candidates = with_variants(candidates_of(recipe, row), row, encoder.config)
+        candidates = with_variants(candidates_of(recipe, row, encoder.config.keep_columns), row, encoder.config)
     except Exception as error:
         return TracedRow(number, rows, row, error=error)
     return TracedRow(number, rows, row, tuple(_traced(candidate, encoder) for candidate in candidates))

@@ -130,7 +130,7 @@ class ShardContext:
             row: The row.
             files: The files that it names, as far as they are read.
         """
-        found = attempted(partial(candidates_of, self.recipe, row), self.recipe)
+        found = attempted(partial(candidates_of, self.recipe, row, self.encoder.config.keep_columns), self.recipe)
         return found if isinstance(found, RowRejected) else with_variants(found, row, self.encoder.config)
 
     def source_values(self, row: Row) -> Mapping[str, Any]:

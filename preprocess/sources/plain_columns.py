@@ -25,6 +25,13 @@ class _ListOf:
     feature: Any
 
 
+@dataclass(frozen=True)
+class MapOf:
+    """Features of a column of maps, which ``datasets`` does not have: their keys are text or numbers."""
+
+    values: Any  # features of their values
+
+
 class _NotPlainError(Exception):
     pass
 
@@ -32,7 +39,7 @@ class _NotPlainError(Exception):
 def plain_features(schema: pa.Schema) -> Mapping[str, Any] | None:
     """Returns the features of all columns, nested like those of ``datasets``, or None if that library must read them.
 
-    A struct is a mapping, a list has the attribute ``feature``, and anything else is None.
+    A struct is a mapping, a list has the attribute ``feature``, a map is a :class:`MapOf`, and anything else is None.
     """
     try:
         _require_distinct(schema.names)
@@ -43,6 +50,11 @@ def plain_features(schema: pa.Schema) -> Mapping[str, Any] | None:
         }
     except _NotPlainError:
         return None
+
+
+def has_map(kind: pa.DataType) -> bool:
+    """Returns whether a type is a map, or contains one."""
+    return pa.types.is_map(kind) or any(has_map(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def _declared(schema: pa.Schema) -> Mapping[str, Any]:
@@ -75,6 +87,8 @@ def _of_type(field: pa.Field) -> Any:
         return {each.name: _of_type(each) for each in kind.fields}
     if pa.types.is_list(kind):
         return _ListOf(_of_type(kind.value_field))
+    if pa.types.is_map(kind) and kind.key_type in _VALUES:
+        return MapOf(_of_type(kind.item_field))
     raise _NotPlainError
 
 

@@ -1,13 +1,15 @@
 """Rows of Parquet and Arrow files, read fragment by fragment.
 
-Row values are those that ``datasets`` would return: other files are cast to the columns of the first.
+Row values are those that ``datasets`` would return: other files are cast to the columns of the first, and those that
+they add. Maps, which it does not know, are mappings.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +28,7 @@ from vlmdata.preprocess.sources.data_files import DataFile
 from vlmdata.preprocess.sources.kept import kept
 from vlmdata.preprocess.sources.kinds import Kind
 from vlmdata.preprocess.sources.parquet import Fragments, ParquetReader, count_parquet
-from vlmdata.preprocess.sources.plain_columns import plain_features
+from vlmdata.preprocess.sources.plain_columns import MapOf, has_map, plain_features
 from vlmdata.reasons import Reason
 
 #: Number of files whose fragments are counted in parallel.
@@ -100,9 +102,15 @@ class TableRows:
         return tuple(self.schema.names)
 
     def values(self, number: int) -> Mapping[str, Any]:
-        """Column values of one row; a SourceError if the file has changed, or cannot be read."""
+        """Column values of one row; MALFORMED_ROW if a key of a map occurs twice.
+
+        A SourceError if the file has changed, or cannot be read.
+        """
         cursor = self._at(number)
-        record = cursor.table.slice(number - cursor.first, 1).to_pylist()[0]
+        try:
+            record = cursor.table.slice(number - cursor.first, 1).to_pylist(maps_as_pydicts="strict")[0]
+        except KeyError as error:
+            raise RowRejected(Reason.MALFORMED_ROW, f"a key of a map occurs twice: {error.args[0]}") from error
         return {name: decode_json(value, self._features[name]) for name, value in record.items()}
 
     def _at(self, number: int) -> _TableCursor:
@@ -161,6 +169,8 @@ def decode_json(value: Any, feature: Any) -> Any:
         return None
     if isinstance(feature, Mapping):
         return Struct({name: decode_json(value.get(name), inner) for name, inner in feature.items()})
+    if isinstance(feature, MapOf):
+        return {str(key): decode_json(item, feature.values) for key, item in value.items()}
     if type(feature).__name__ == "Json":
         return _parsed(value) if isinstance(value, str | bytes) else value
     inner = getattr(feature, "feature", None)
@@ -202,7 +212,7 @@ def _target(files: Sequence[DataFile], schemas: Sequence[pa.Schema], features: A
     if features is None and all(each == schemas[0] for each in schemas) and plain_features(schemas[0]) is not None:
         return schemas[0]
     try:
-        target = (features or _library_features(schemas[0])).arrow_schema
+        target = features.arrow_schema if features is not None else _readable(_grown(schemas))
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         raise SourceError(f"SOURCE {files[0].place}: its columns cannot be read: {error}") from error
     seen: list[pa.Schema] = []
@@ -220,23 +230,83 @@ def _target(files: Sequence[DataFile], schemas: Sequence[pa.Schema], features: A
     return target
 
 
+def _grown(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """Returns the columns of the first file, with those that later files add, also within structs."""
+    grown = schemas[0]
+    for schema in schemas[1:]:
+        if schema == schemas[0]:
+            continue
+        for column in schema:
+            at = grown.get_field_index(column.name)
+            if at < 0:
+                grown = grown.append(column)
+            else:
+                grown = grown.set(at, grown.field(at).with_type(_grown_type(grown.field(at).type, column.type)))
+    if grown.names == schemas[0].names:
+        return grown
+    declared: dict[str, Any] = {}
+    for schema in reversed(schemas):
+        if content := (schema.metadata or {}).get(b"huggingface"):
+            declared |= json.loads(content)["info"]["features"]
+    return grown.with_metadata({b"huggingface": json.dumps({"info": {"features": declared}})} if declared else None)
+
+
+def _grown_type(known: pa.DataType, other: pa.DataType) -> pa.DataType:
+    if pa.types.is_null(known):
+        return other
+    if pa.types.is_struct(known) and pa.types.is_struct(other):
+        return pa.struct(list(_grown([pa.schema(list(known)), pa.schema(list(other))])))
+    if pa.types.is_list(known) and pa.types.is_list(other):
+        return pa.list_(known.value_field.with_type(_grown_type(known.value_type, other.value_type)))
+    return known
+
+
+def _readable(schema: pa.Schema) -> pa.Schema:
+    """Returns the columns as ``datasets`` stores them; it knows no maps, which stay as they are."""
+    if not (maps := _maps_in(schema)):
+        stored: pa.Schema = _library_features(schema).arrow_schema
+        return stored
+    stored = _library_features(_without(schema, maps)).arrow_schema
+    return pa.schema([maps.get(name) or stored.field(name) for name in schema.names], stored.metadata)
+
+
 def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
     if table.schema == schema:
         return table
     from datasets.table import table_cast
 
-    return table_cast(table, schema)
+    maps = _maps_in(schema)
+    others = _without(schema, maps)
+    cast = table_cast(table.drop_columns([name for name in maps if name in table.column_names]), others)
+    columns = {name: cast[name] for name in others.names}
+    for name, column in maps.items():
+        known = name in table.column_names
+        columns[name] = table[name].cast(column.type) if known else pa.nulls(len(table), column.type)
+    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
 def _features_of(schema: pa.Schema) -> Any:
     plain = plain_features(schema)
-    return _library_features(schema) if plain is None else plain
+    if plain is not None:
+        return plain
+    maps = _maps_in(schema)
+    of_maps = {name: (plain_features(pa.schema([column])) or {name: None})[name] for name, column in maps.items()}
+    return {**_library_features(_without(schema, maps)), **of_maps}
 
 
 def _library_features(schema: pa.Schema) -> Any:
     from datasets import Features
 
     return Features.from_arrow_schema(schema)
+
+
+def _maps_in(schema: pa.Schema) -> dict[str, pa.Field]:
+    """Returns the columns that are maps, or contain some, by name."""
+    return {column.name: column for column in schema if has_map(column.type)}
+
+
+def _without(schema: pa.Schema, names: Container[str]) -> pa.Schema:
+    return pa.schema([column for column in schema if column.name not in names], schema.metadata)
 
 
 def _sums(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -15,6 +15,7 @@ from tests.conftest import build_dataset, tree_bytes
 from tests.preprocess.command_line import Ended
 from vlmdata import open_dataset
 from vlmdata.errors import SourceError, UsageError
+from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME
 from vlmdata.format.source_columns import source_fields
 from vlmdata.preprocess.recode.run import OldDataset, recode_dataset
@@ -74,6 +75,14 @@ def columns(place: Path) -> tuple[dict[str, pa.DataType], dict[str, list[Any]]]:
 def test_a_column_has_the_type_of_all_its_values(dataset: Path) -> None:
     assert columns(dataset) == (TYPES, VALUES)
     assert verify_dataset(dataset).faults == []
+
+
+def test_a_kept_column_is_not_unused_and_strict_accepts_it(rows: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(built(rows, tmp_path / "strict", strict=True))
+    assert (manifest.totals.rejected, manifest.unused_keys, manifest.unknown_keys) == (0, {}, {})
+    manifest = Manifest.read(build_dataset(rows, tmp_path / "one", recipe="chat", keep_columns=("good",)))
+    assert "good" not in {**manifest.unused_keys, **manifest.unknown_keys}
+    assert manifest.unknown_keys, "of other columns"
 
 
 @pytest.mark.parametrize(

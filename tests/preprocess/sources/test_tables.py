@@ -21,10 +21,13 @@ from vlmdata.errors import SourceError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME
 from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
+from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.run.dataset import preprocess_dataset
+from vlmdata.preprocess.shards.kept_columns import kept_values
 from vlmdata.preprocess.sources import parquet
 from vlmdata.preprocess.sources.datasets_library import ArrowRows
 from vlmdata.preprocess.sources.open import open_source
+from vlmdata.preprocess.sources.row_digests import row_digest
 from vlmdata.preprocess.sources.rows import Rows, Source
 
 FEATURES = Features(
@@ -145,8 +148,10 @@ def test_a_file_with_fewer_columns_or_other_types_is_read_as_the_first(tmp_path)
 
 def test_columns_that_do_not_fit_are_refused_before_a_row_is_read(tmp_path):
     pq.write_table(pa.table({"n": [1]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"n": [1], "more": [2]}), tmp_path / "b.parquet")
-    with pytest.raises(SourceError, match=r"b.parquet: its columns \(n, more\) do not fit those of .*a.parquet \(n\)"):
+    pq.write_table(pa.table({"n": [[1]], "more": [2]}), tmp_path / "b.parquet")
+    with pytest.raises(
+        SourceError, match=r"b.parquet: its columns \(n, more\) do not fit those of .*a.parquet \(n, more\)"
+    ):
         open_source(str(tmp_path))
 
 
@@ -228,6 +233,53 @@ class TestWhatIsRead:
         pq.write_table(pa.table({"n": [1, 2]}), tmp_path / "a.parquet")
         assert open_source(str(tmp_path)).row(1).values == {"n": 2}
         assert sorted(cache.rglob("*")) == before
+
+
+@pytest.mark.parametrize("when", [False, True], ids=["plain", "with a column that datasets must read"])
+@pytest.mark.parametrize("first", ["a", "b"], ids=["added", "dropped"])
+def test_columns_of_later_files_are_added_and_those_they_lack_are_null(tmp_path, when, first):
+    old = [{"n": 1, "m": {"a": "x"}, "l": [{"k": 1}]}, {"n": 2, "m": None, "l": []}]
+    new = [{"n": 3, "m": {"a": "y", "b": 4}, "l": [{"k": 2, "j": "z"}], "more": "new"}]
+    for name, rows in ((first, old), ({"a": "b", "b": "a"}[first], new)):
+        table = pa.Table.from_pylist(rows)
+        if when:
+            table = table.append_column("when", pa.array([0] * len(rows), pa.timestamp("s")))
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    source = open_source(str(tmp_path))
+    rows_read = {row.values["n"]: row for row in map(source.row, range(3))}
+    plain = {n: {name: value for name, value in row.values.items() if name != "when"} for n, row in rows_read.items()}
+    assert plain == {
+        1: {"n": 1, "m": {"a": "x", "b": None}, "l": [{"k": 1, "j": None}], "more": None},
+        2: {"n": 2, "m": None, "l": [], "more": None},
+        3: {"n": 3, "m": {"a": "y", "b": 4}, "l": [{"k": 2, "j": "z"}], "more": "new"},
+    }
+    # A later version knows the rows of the first file.
+    alone = open_source(str(tmp_path / f"{first}.parquet"))
+    assert [row_digest(alone.row(n)) for n in range(2)] == [row_digest(rows_read[n]) for n in (1, 2)]
+
+
+class TestMaps:
+    MAPS = pa.map_(pa.string(), pa.struct([("n", pa.int64()), ("m", pa.map_(pa.int64(), pa.string()))]))
+
+    def write(self, path: Path, *columns: tuple[str, pa.Array]) -> None:
+        values = [[("a", {"n": 1, "m": [(7, "x")]}), ("b", None)], None, [("a", None), ("a", None)]]
+        named = {"n": pa.array([0, 1, 2]), "meta": pa.array(values, self.MAPS), **dict(columns)}
+        pq.write_table(pa.table(named), path)
+
+    @pytest.mark.parametrize("when", [False, True], ids=["plain", "with a column that datasets must read"])
+    def test_are_mappings(self, tmp_path, when):
+        times = [("when", pa.array([0, 1, 2], pa.timestamp("s")))] if when else []
+        inner = pa.array([{"m": [("k", 1)]}, None, None], pa.struct({"m": pa.map_(pa.string(), pa.int32())}))
+        self.write(tmp_path / "a.parquet", *times, ("in", inner))
+        pq.write_table(pa.table({"n": [3], "more": ["x"]}), tmp_path / "b.parquet")
+        source = pickle.loads(pickle.dumps(open_source(str(tmp_path))))
+        assert source.row(0).values["meta"] == {"a": {"n": 1, "m": {"7": "x"}}, "b": None}
+        assert source.row(0).values["in"] == {"m": {"k": 1}}
+        assert source.row(1).values["meta"] is None
+        assert (source.row(3).values["n"], source.row(3).values["more"], source.row(3).values["meta"]) == (3, "x", None)
+        assert kept_values(source.row(0), ["meta.a.n"]) == {"meta.a.n": 1}
+        with pytest.raises(RowRejected, match=r"a key of a map occurs twice: .*'a'"):
+            source.row(2)
 
 
 class TestDamage:
