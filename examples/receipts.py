@@ -46,7 +46,7 @@ with StreamingLoader(data / "train", capacity=2048, global_batch=1) as loader:
 
 # %% Train and evaluate. On GPUs: torchrun, --hf Qwen/Qwen3.5-9B and --capacity 16384.
 trained = given.out / "run"
-run(sys.executable, "train.py", "--data", data / "train", "--eval-data", data / "validation", "--preset", "tiny",
+run(vlmdata, "train", "--data", data / "train", "--eval-data", data / "validation", "--preset", "tiny",
     "--capacity", 2048, "--global-batch", 1, "--steps", given.steps, "--lr", 2e-3, "--out", trained)  # fmt: skip
 lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
 losses = [line["loss"] for line in lines if "grad_norm" in line]

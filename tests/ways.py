@@ -78,7 +78,7 @@ def index_row_to_batch(out: Path) -> None:
 
 def batch_to_loss(out: Path) -> None:
     """One step of the smallest model on a CPU."""
-    import train
+    from vlmdata import train
 
     row_to_shard(out)
     settings = {"data": out / "data", "out": out / "run", "preset": "tiny", "capacity": 4096, "global_batch": 1}
@@ -93,7 +93,6 @@ WAYS: dict[str, Callable[[Path], None]] = {
 }
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))  # train.py stands there
     with FirstCalls() as calls:
         WAYS[sys.argv[1]](Path(sys.argv[2]))
     for called, stack in calls.stacks.items():

@@ -19,7 +19,7 @@ export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.cache/triton}" # compiled ke
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
 code=0
-srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" python train.py "$@" "${resume[@]}" || code=$?
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" vlmdata train "$@" "${resume[@]}" || code=$?
 # 143: stopped by TERM, with a checkpoint saved.
 [[ $code == 143 ]] && exec scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

@@ -6,4 +6,4 @@ set -euo pipefail
 processes=$1
 shift
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.cache/triton}" # compiled kernels outlive the job
-exec torchrun --nproc-per-node "$processes" --master-addr 127.0.0.1 --master-port "${MASTER_PORT:-29511}" train.py "$@"
+exec torchrun --nproc-per-node "$processes" --master-addr 127.0.0.1 --master-port "${MASTER_PORT:-29511}" -m vlmdata.train "$@"

@@ -261,7 +261,7 @@ class ConfigFormat:
             listed = ", ".join(f'"{name}"' for name in unknown)
             raise ValueError(
                 f"unknown fields in {section or 'the config'}: {', '.join(unknown)}; they may change the model's "
-                f"result. If not, use `vlmdata convert … {each}`, `train.py … --set "
+                f"result. If not, use `vlmdata convert … {each}`, `vlmdata train … --set "
                 f"'model.ignore_config_fields=[{listed}]'`, or ignore= of vlmdata.model.families.architecture_from_hf"
             )
 

@@ -381,6 +381,9 @@ class _Loop:
         if world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) or "SLURM_PROCID" in os.environ:
             start = "(launcher as before)"
         config = self._checkpoints.path_of(step) / "config.toml"
-        # As the user named it: it may be called from another folder.
-        script = shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "train.py" else "train.py"
-        return f"{start} {script} --config {shlex.quote(str(config))} --resume"
+        called = Path(sys.argv[0])
+        if called.name == "train.py" and called.parent.name != "vlmdata":  # as the user named it, from any folder
+            start += f" {shlex.quote(sys.argv[0])}"
+        else:
+            start = "vlmdata train" if start == "python" else f"{start} -m vlmdata.train"
+        return f"{start} --config {shlex.quote(str(config))} --resume"

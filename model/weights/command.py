@@ -57,7 +57,7 @@ def convert(
 
     - `vlmdata convert models/Qwen3.5-9B --out weights/qwen3.5-9b`
 
-    - `torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data data/cord --hf models/Qwen3.5-9B
+    - `torchrun --nproc-per-node 8 --master-addr 127.0.0.1 -m vlmdata.train --data data/cord --hf models/Qwen3.5-9B
       --weights weights/qwen3.5-9b`
 
     - `vlmdata convert runs/cord --out models/cord`

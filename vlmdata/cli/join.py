@@ -20,7 +20,8 @@ def join(
 
     The new dataset has the same shards, byte for byte. On one file system they are hard links. Within an object store,
     the store copies them; otherwise this machine does. Index, ledger and manifest are new. A loader can also read
-    several datasets without joining them (`train.py --data A --data B`); join them to have one folder and fingerprint.
+    several datasets without joining them (`vlmdata train --data A --data B`); join them to have one folder and
+    fingerprint.
 
     **Examples**
 

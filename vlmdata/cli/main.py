@@ -22,7 +22,7 @@ EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1,
 
 _ORDER = (
     *("preprocess", "finish", "join", "select", "diff", "verify", "inspect", "plan", "serve", "recode", "retokenize"),
-    *("convert", "check-model", "prune"),
+    *("train", "convert", "check-model", "prune"),
 )
 
 

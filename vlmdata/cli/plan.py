@@ -47,7 +47,7 @@ def plan(
             "--continue",
             metavar="STATE",
             help="Plan how a run goes on from here with these data and options: a JSON file of the loader's state, or "
-            "a checkpoint of train.py.",
+            "a checkpoint of vlmdata train.",
         ),
     ] = None,
     vision_gpus: Annotated[

@@ -159,7 +159,7 @@ def _find(run: Path) -> Path:
     if not run.exists():
         raise UsageError(f"--run {run}: no such folder")
     raise UsageError(
-        f"--run {run}: has no {RECORD_NAME}, which train.py writes when a run starts. For an older run, resume it "
+        f"--run {run}: has no {RECORD_NAME}, which vlmdata train writes when a run starts. For an older run, resume it "
         "once, or give its settings (--capacity, --global-batch, … as in its config.toml)"
     )
 

@@ -150,7 +150,7 @@ def restore(
 
 
 def state_in(place: str) -> dict[str, Any]:
-    """Reads a state from a JSON file, or from the ``run.json`` of a checkpoint of train.py.
+    """Reads a state from a JSON file, or from the ``run.json`` of a checkpoint of vlmdata train.
 
     Raises:
         UsageError: If it cannot be read.

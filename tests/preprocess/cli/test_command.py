@@ -79,7 +79,7 @@ class TestHelp:
 
     @pytest.mark.parametrize(
         ("name", "words"),
-        [("preproces", "Did you mean preprocess?"), ("train", "Commands: preprocess, finish, ")],
+        [("preproces", "Did you mean preprocess?"), ("teach", "Commands: preprocess, finish, ")],
     )
     def test_an_unknown_command_is_answered_with_known_ones(
         self, vlmdata: Callable[..., Ended], name: str, words: str

@@ -79,7 +79,7 @@ def test_what_a_record_cannot_answer(
     train_here(out, chats, run__steps=1)
     assert vlmdata("inspect", "--run", out, "--step", "0")[::2] == (2, "error: no step 0: a run's steps count from 1")
     code, _, said = vlmdata("inspect", "--run", tmp_path, "--step", "1")
-    assert (code, "has no loader.json, which train.py writes" in said) == (2, True)
+    assert (code, "has no loader.json, which vlmdata train writes" in said) == (2, True)
     code, _, said = vlmdata("inspect", validation, "--run", out, "--step", "1")
     assert (code, "Its steps had other samples" in said) == (2, True)
     record = json.loads((out / "loader.json").read_text())

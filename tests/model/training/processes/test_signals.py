@@ -112,19 +112,28 @@ class TestInTheProcess:
         assert checkpoint.is_dir()
         said = capsys.readouterr().out
         assert "interrupted: step 2 is saved" in said
-        assert said.rstrip().endswith(f"python train.py --config {checkpoint / 'config.toml'} --resume")
+        assert said.rstrip().endswith(f"vlmdata train --config {checkpoint / 'config.toml'} --resume")
 
+    @pytest.mark.parametrize(
+        ("called", "command"),
+        [
+            ("/my code/train.py", "python '/my code/train.py'"),
+            ("/env/site-packages/vlmdata/train.py", "vlmdata train"),
+        ],
+    )
     def test_the_next_command_names_the_script_as_the_user_did(
         self,
+        called: str,
+        command: str,
         run: Callable[..., Any],
         signal_at: Callable[[int], None],
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        monkeypatch.setattr(sys, "argv", ["/my code/train.py"])
+        monkeypatch.setattr(sys, "argv", [called])
         signal_at(3)
         run(**SMALL)
-        assert "python '/my code/train.py' --config " in capsys.readouterr().out
+        assert f"continue with:\n  {command} --config " in capsys.readouterr().out
 
     def test_a_signal_in_the_last_step_does_not_interrupt(
         self, run: Callable[..., Any], signal_at: Callable[[int], None], capsys: pytest.CaptureFixture[str]
@@ -289,7 +298,7 @@ class TestTheSlurmScript:
             'for pid in "${pids[@]}"; do wait $pid || { c=$?; ((c > code)) && code=$c; }; done; exit $code',
         )
         tool(
-            "python",
+            "vlmdata",
             f'echo "task $SLURM_PROCID at $MASTER_ADDR:$MASTER_PORT: $@" >>{log}\n'
             'exit "$((SLURM_PROCID == 1 ? CODE : 0))"',
         )
@@ -312,14 +321,14 @@ class TestTheSlurmScript:
         assert start(0, "--data", "d", "--out", "o").returncode == 0
         lines = (tmp_path / "log").read_text().splitlines()
         assert lines[0].startswith("srun --kill-on-bad-exit=1")
-        assert sorted(lines[1:]) == [f"task {task} at node7:20041: train.py --data d --out o" for task in (0, 1)]
+        assert sorted(lines[1:]) == [f"task {task} at node7:20041: train --data d --out o" for task in (0, 1)]
 
     def test_requeues_what_was_interrupted_and_then_resumes(self, start: Any, tmp_path: Path) -> None:
         start(143, "--out", "o")
         assert (tmp_path / "log").read_text().splitlines()[-1] == "scontrol requeue 41"
         (tmp_path / "o" / "checkpoints" / "step-00000002").mkdir(parents=True)
         assert start(0, "--out", "o").returncode == 0
-        assert (tmp_path / "log").read_text().splitlines()[-1].endswith("train.py --out o --resume")
+        assert (tmp_path / "log").read_text().splitlines()[-1].endswith("train --out o --resume")
 
     def test_gives_other_failures_on(self, start: Any, tmp_path: Path) -> None:
         assert start(2, "--out", "o").returncode == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,21 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.model.training.conftest import ROOT, environment
+from vlmdata import train
 
 
 @pytest.fixture
 def passed_on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command; gives file, overrides and resume as it would train with them."""
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     seen: list[Any] = []
 
     def run(*arguments: str) -> Any:
-        monkeypatch.setattr(script, "_run", lambda *what: seen.append(what) or 0)
-        done = CliRunner().invoke(script.app, list(arguments))
+        monkeypatch.setattr(train, "_run", lambda *what: seen.append(what) or 0)
+        done = CliRunner().invoke(train.app, list(arguments))
         assert done.exit_code == 0, done.output
         return seen.pop()
 
