@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +29,7 @@ from vlmdata.format.tokenizer_info import (
     special_texts,
 )
 from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.chat.template_files import ChosenTemplate, chosen_template, read_json
 from vlmdata.preprocess.config import EMBEDDED
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
@@ -58,6 +59,7 @@ class ChatTokenizer:
         reserved: Texts of turns, media and the end of text, which data must not be able to forge. Those that
             the code relies on are reserved even if the tokenizer does not flag them special.
         specials: Texts of all tokens flagged special, and ``reserved``.
+        template: Where its chat template is from.
     """
 
     hf: Any
@@ -65,6 +67,7 @@ class ChatTokenizer:
     info: TokenizerInfo
     reserved: frozenset[str]
     specials: frozenset[str]
+    template: ChosenTemplate = field(default_factory=ChosenTemplate)
 
     @property
     def image_text(self) -> str:
@@ -138,6 +141,10 @@ def load_tokenizer(
         ) from error
     if not getattr(hf, "is_fast", False):
         raise SourceError(f"--tokenizer {name}: exact offsets need a fast tokenizer (tokenizer.json)")
+    template = ChosenTemplate(hf.chat_template)
+    if name != EMBEDDED:
+        template = chosen_template(name, revision, hf.chat_template)
+        hf.chat_template = template.text
     if not hf.chat_template:
         raise SourceError(f"--tokenizer {name}: it has no chat template, which is needed to find targets")
     if name != EMBEDDED:
@@ -154,7 +161,7 @@ def load_tokenizer(
             f"--tokenizer {name}: its special token {short[0]!r} is an ordinary character, which occurs in text; set "
             "another one in its tokenizer_config.json (pad_token: <|endoftext|>)"
         )
-    return ChatTokenizer(hf, made, info, reserved, flagged | reserved)
+    return ChatTokenizer(hf, made, info, reserved, flagged | reserved, template)
 
 
 def _loaded(name: str, revision: str | None) -> Any:
@@ -318,36 +325,17 @@ def told_family(tokenizer: str, revision: str | None = None) -> str | None:
     """
     known = {name: family(name) for name in REGISTRY.names()}
     types = {kind: name for name, each in known.items() for kind in (*each.model_types, *each.processors)}
-    for file, field in _FILES:
-        value = _read(tokenizer, file, revision).get(field)
+    for file, key in _FILES:
+        value = read_json(tokenizer, file, revision).get(key)
         if not isinstance(value, str):
             continue
         found = types.get(value) or types.get(value.removesuffix(_TEXT_PART))
         if found is not None:
             return found
         raise SourceError(
-            f"--tokenizer {tokenizer}: its {file} says {field} {value!r}, which is of none of the families "
+            f"--tokenizer {tokenizer}: its {file} says {key} {value!r}, which is of none of the families "
             f"{', '.join(REGISTRY.names())}, so samples may not fit the model. If the model takes the images and "
             "positions of one of them, or rows without images, give it as --family; else add a family "
             "(docs/extend/family.md)."
         )
     return None
-
-
-def _read(tokenizer: str, file: str, revision: str | None) -> dict[str, Any]:
-    """Reads a JSON file of a folder or hub id; empty if there is none."""
-    from transformers.utils.hub import cached_file
-
-    try:
-        found = cached_file(
-            tokenizer,
-            file,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
-        values = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
-    except (OSError, ValueError):  # loading the tokenizer reports if it is not available
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -114,6 +114,10 @@ def _opened(
     if command.config.tokenizer != EMBEDDED:
         # before the source, a possibly long download
         tokenizer = _tokenizer_of(command.config)
+        if tokenizer.template.unused:
+            used, unused = tokenizer.template.file, " and ".join(tokenizer.template.unused)
+            message = f"chat template: {used}, as AutoProcessor takes it; another one in {unused} is not used"
+            talk.print(message, markup=False, soft_wrap=True)
     talk.print(f"opening {command.source} …", markup=False, soft_wrap=True)
     sources = _open_sources(command, names, talk)
     return dataclasses.replace(command, config=_with_recipe(command, sources, talk)), tokenizer, sources
