@@ -109,7 +109,7 @@ class ContentReader:
         if not isinstance(item, Mapping):
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not an object: {excerpt(item)}")
         # Arrow gives every struct all keys, with null for absent ones.
-        item = {key: value for key, value in item.items() if value is not None}
+        item = with_value({key: value for key, value in item.items() if value is not None})
         kind = _kind(item)
         if kind == "text":
             if not isinstance(item.get("text"), str):
@@ -178,6 +178,14 @@ class ContentReader:
         else:
             what = f"{where} holds the mark {mark}, but content items of the row place its {kind.noun}s"
         return RowRejected(kind.mismatch, f"{what}. {keep}")
+
+
+def with_value(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a content item of LLaMA-Factory's, ``{"type": "text", "value": …}``, in OpenAI's form."""
+    kind = item.get("type")
+    if "value" not in item or kind not in ("text", *_IMAGE_TYPES, *_VIDEO_TYPES) or kind in item:
+        return item
+    return {kind if key == "value" else key: value for key, value in item.items()}
 
 
 def _items(content: Any) -> Iterator[Mapping[str, Any]]:

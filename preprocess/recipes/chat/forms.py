@@ -22,6 +22,8 @@ _SYSTEM_COLUMNS = ("system", "system_prompt")
 #: Column with the questions and answers of the Cauldron and FineVision.
 _EXCHANGES = "texts"
 _ASKED, _SAID = "user", "assistant"
+#: Keys of question and answer in a list of turns (ms-swift).
+_ASKED_IN_LIST, _SAID_IN_LIST = "human", "assistant"
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,14 @@ def _exchanges(exchanges: Any) -> Iterator[RowTurn]:
                 f"{where} is not an object with {_ASKED} and {_SAID}: {excerpt(exchange)}; --recipe text reads "
                 "documents",
             )
-        others = {key: each for key, each in exchange.items() if key not in (_ASKED, _SAID) and each is not None}
-        asked = text_turn("user", exchange[_ASKED], f"{where}.{_ASKED}")
-        yield replace(asked, entry=others)
-        yield text_turn("assistant", exchange[_SAID], f"{where}.{_SAID}")
+        yield from _exchange(exchange, where, _ASKED, _SAID)
+
+
+def _exchange(exchange: Mapping[str, Any], where: str, asked: str, said: str) -> Iterator[RowTurn]:
+    """Yields the question and the answer in an object, given their keys."""
+    others = {key: each for key, each in exchange.items() if key not in (asked, said) and each is not None}
+    yield replace(text_turn("user", exchange[asked], f"{where}.{asked}"), entry=others)
+    yield text_turn("assistant", exchange[said], f"{where}.{said}")
 
 
 def _messages(value: Any) -> list[Any] | None:
@@ -160,7 +166,12 @@ def _list(turns: Any, name: str, learned: bool = True) -> Iterator[RowTurn]:
     if not isinstance(turns, list) or not turns:
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{name} is not a list of turns: {excerpt(turns)}")
     for i, turn in enumerate(turns):
-        yield read_turn(turn, f"{name}[{i}]", learned)
+        where = f"{name}[{i}]"
+        if isinstance(turn, Mapping) and {_ASKED_IN_LIST, _SAID_IN_LIST} <= turn.keys():
+            exchange = _exchange(turn, where, _ASKED_IN_LIST, _SAID_IN_LIST)
+            yield from (replace(each, learned=learned) for each in exchange)
+        else:
+            yield read_turn(turn, where, learned)
 
 
 def _with_system_prompt(values: Mapping[str, Any], turns: tuple[RowTurn, ...]) -> tuple[RowTurn, ...]:
@@ -185,7 +196,7 @@ def _with_system_prompt(values: Mapping[str, Any], turns: tuple[RowTurn, ...]) -
 def _text(content: Any) -> str:
     """Returns the text of a content in any form, for comparison."""
     if isinstance(content, list):
-        texts = (item.get("text") if isinstance(item, Mapping) else item for item in content)
+        texts = (item.get("text", item.get("value")) if isinstance(item, Mapping) else item for item in content)
         content = "".join(text for text in texts if isinstance(text, str))
     return content.strip() if isinstance(content, str) else ""
 

@@ -42,7 +42,7 @@ class RowImages:
         self.column = self._files.name
         self._media = media
         self._keys = keys
-        self._bounds: dict[str, Any] = _bounds({key: json_or_text(values.get(key)) for key in BOUND_KEYS}, "row")
+        self._bounds: dict[str, Any] = _bounds(values, "row")
 
     @property
     def count(self) -> int:
@@ -107,7 +107,7 @@ def _bounds(item: Mapping[str, Any], where: str) -> dict[str, int]:
     """Returns the requested size of an item, in whole numbers. Resizing checks whether it is possible."""
     bounds = {}
     for key in BOUND_KEYS:
-        value = item.get(key)
+        value = json_or_text(item.get(key))
         if value is None:
             continue
         if isinstance(value, float) and value.is_integer():

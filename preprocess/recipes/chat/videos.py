@@ -9,6 +9,7 @@ from typing import Any
 from vlmdata.preprocess.conversation import VideoPart, timestamps_fault
 from vlmdata.preprocess.recipes.chat.column import ColumnKind, FileColumn
 from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
+from vlmdata.preprocess.recipes.chat.tools import json_or_text
 from vlmdata.preprocess.recipes.file_kinds import VIDEOS
 from vlmdata.preprocess.recipes.keys import KeyLog, filled
 from vlmdata.preprocess.recipes.media import MediaLoader, place_with_file
@@ -121,7 +122,8 @@ class RowVideos:
             file = {key: value for key, value in file.items() if value is not None}
             options = {**{key: file[key] for key in _OPTIONS if key in file}, **options}
             file = file.get("video", file)
-        options = {key: value for key, value in options.items() if value is not None}
+        # qwen_vl_utils' own example writes "sample_fps": "1".
+        options = {key: json_or_text(value) for key, value in options.items() if value is not None}
         if isinstance(file, list | tuple):
             return self._of_frames(file, field, options)
         data = self._media.load(file, field, VIDEOS)
@@ -207,4 +209,6 @@ def _number(key: str, value: Any, where: str) -> float:
 
 
 def _refused(where: str, key: str, options: Mapping[str, Any], why: str) -> RowRejected:
-    return RowRejected(Reason.VIDEO_FRAMES, f"{where}.{key} is {excerpt(options[key])}; {why}")
+    value = options[key]
+    shown = excerpt(repr(value) if isinstance(value, str) else value)
+    return RowRejected(Reason.VIDEO_FRAMES, f"{where}.{key} is {shown}; {why}")

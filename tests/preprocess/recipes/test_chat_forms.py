@@ -71,6 +71,43 @@ def test_images_in_the_history_come_first(tmp_path: Path):
     assert seen(convert(row, tmp_path))[::2] == [("user", ["[a]", "1"]), ("user", ["[b]", "2"])]
 
 
+class TestOtherTools:
+    """Forms of LLaMA-Factory and ms-swift, by the rows of their pages."""
+
+    def test_content_parts_with_value(self, tmp_path: Path):
+        (tmp_path / "a.png").write_bytes(b"a")
+        content = [{"type": "image_url", "value": "a.png"}, {"type": "text", "value": "What?"}]
+        answer = {"role": "assistant", "content": [{"type": "text", "value": "yes"}], "loss_weight": 1.0}
+        row = {"messages": [{"role": "user", "content": content}, answer]}
+        assert seen(convert(row, tmp_path)) == [("user", ["[a]", "What?"]), ("assistant", ["yes"])]
+        assert convert(row, tmp_path).unknown == ()
+        padded = [{"type": "text", "text": "What?", "value": None, "image_url": None}]
+        assert seen(convert({"messages": [{"role": "user", "content": padded}, answer]}))[0] == ("user", ["What?"])
+
+    def test_a_value_beside_the_part_itself_is_an_unknown_key(self):
+        both = [{"type": "text", "text": "What?", "value": "x"}]
+        assert convert({"messages": user(both)}).unknown == ("messages[].content[].value",)
+
+    @pytest.mark.parametrize(
+        "part", [{"type": "reasoning", "value": "x"}, {"value": "x"}, {"type": "text", "value": 5}]
+    )
+    def test_other_parts_are_refused(self, part: dict[str, Any]):
+        with pytest.raises(RowRejected):
+            convert({"messages": user([part])})
+
+    @pytest.mark.parametrize("as_text", [False, True])
+    def test_conversations_of_human_and_assistant(self, as_text: bool):
+        turns = [{"human": "1", "assistant": "x"}, {"human": "2", "assistant": "y", "id": 3}]
+        found = convert({"system": "S", "conversation": json.dumps(turns) if as_text else turns})
+        wanted = [("system", "S"), ("user", "1"), ("assistant", "x"), ("user", "2"), ("assistant", "y")]
+        assert seen(found) == [(role, [text]) for role, text in wanted]
+        assert (found.unused, found.unknown) == (("messages[].id",), ())
+
+    def test_an_answer_that_is_not_text_is_refused(self):
+        row = {"conversation": [{"human": "1", "assistant": None}]}
+        check_rejected(row, MESSAGES, r"conversation\[0\].assistant is not text: None")
+
+
 PROMPT = [{"role": "system", "content": "S"}, *user("1"), {"role": "user", "content": "2"}]
 
 

@@ -93,6 +93,14 @@ def test_a_list_of_frames(root: Path) -> None:
     assert videos(row)[0].rate == 2.0
 
 
+def test_numbers_may_be_text_as_in_the_example_of_qwen_vl_utils() -> None:
+    assert video({"type": "video", "video": [b"f0", b"f1"], "sample_fps": "1"}).rate == 1.0
+    row = {"messages": user("<video>"), "videos": [{"video": [b"f0", b"f1"], "fps": "0.5", "sample_fps": 0.5}]}
+    assert videos(row)[0].rate == 0.5
+    part = video({"video": b"a", "nframes": "8", "video_start": "1.5", "max_pixels": "4096"})
+    assert (part.num_frames, part.start, part.max_pixels) == (8, 1.5, 4096)
+
+
 def test_a_list_of_frames_with_their_times(root: Path) -> None:
     part = video({"type": "video", "video": ["f0.jpg", "f1.jpg"], "timestamps": [0, 2.5]}, root)
     assert (part.data, part.rate, part.timestamps, part.fps) == ((b"f0.jpg", b"f1.jpg"), None, (0.0, 2.5), None)
@@ -106,7 +114,8 @@ def test_a_list_of_frames_with_their_times(root: Path) -> None:
     ("item", "reason", "message"),
     [
         ({"video": b"a", "fps": 0}, FRAMES, r"fps is 0; it must be a positive number of frames per second"),
-        ({"video": b"a", "fps": "2"}, FRAMES, r"fps is 2; it must be"),
+        ({"video": b"a", "fps": "2 Hz"}, FRAMES, r"fps is '2 Hz'; it must be"),
+        ({"video": b"a", "fps": "NaN"}, FRAMES, r"fps is nan; it must be"),
         ({"video": b"a", "fps": float("nan")}, FRAMES, r"fps is nan; it must be"),
         ({"video": b"a", "nframes": 2.5}, FRAMES, r"nframes is 2.5; it must be a positive whole number"),
         ({"video": b"a", "max_pixels": -1}, FRAMES, r"max_pixels is -1; it must be a positive whole number"),
