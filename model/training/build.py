@@ -102,7 +102,7 @@ def _hf_config(name: str) -> dict[str, object]:
     from transformers import AutoConfig
 
     try:
-        return dict(AutoConfig.from_pretrained(name).to_dict())
+        return dict(AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict())
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from vlmdata.families.chat import IMAGE, VIDEO
+from vlmdata.preprocess.chat.bounded import TemplateTooLong, bounded
 from vlmdata.preprocess.chat.template_arguments import require_arguments
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
 from vlmdata.preprocess.config import SpecialText, VideoLayout
@@ -199,7 +200,10 @@ class Renderer:
         tools = [_edit(tool, edit) for tool in conversation.tools] or None
         given = {name: _edit(value, edit) for name, value in conversation.template_arguments.items()}
         try:
-            text = self.tokenizer.hf.apply_chat_template(messages, tools=tools, tokenize=False, **given)
+            with bounded(sum(1 for _ in _strings(conversation))):
+                text = self.tokenizer.hf.apply_chat_template(messages, tools=tools, tokenize=False, **given)
+        except TemplateTooLong as error:
+            raise RowRejected(Reason.TEMPLATE_ERROR, f"the chat template is stopped: {error}") from error
         except Exception as error:  # jinja2 errors, and errors of the template's filters on odd data
             raise RowRejected(
                 Reason.TEMPLATE_ERROR, f"the chat template refuses it: {type(error).__name__}: {error}"

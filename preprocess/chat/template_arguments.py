@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from vlmdata.preprocess import json_text
+from vlmdata.preprocess.chat.bounded import MAKING
 from vlmdata.preprocess.reject import excerpt
 
 #: What transformers gives every template, besides the messages.
@@ -61,6 +62,9 @@ def names_read(templates: tuple[str, ...]) -> TemplateNames | None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    # Else constants such as 9**9**9 would be computed here.
+    environment.intercepted_binops = MAKING
+    environment.filters = dict.fromkeys(environment.filters, _not_computed)
     try:
         parsed = [environment.parse(_GENERATION.sub("", template)) for template in templates]
     except TemplateSyntaxError:  # an extension that is not known here
@@ -69,6 +73,10 @@ def names_read(templates: tuple[str, ...]) -> TemplateNames | None:
     read = {name for name in read if not _BUILT_IN.fullmatch(name)}
     names = [name for each in parsed for name in each.find_all(nodes.Name)]
     return TemplateNames(frozenset(read), frozenset(read - {name.name for name in names if name.ctx != "load"}))
+
+
+def _not_computed(*_: Any, **__: Any) -> Any:
+    raise ValueError
 
 
 @cache

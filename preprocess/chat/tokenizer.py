@@ -29,6 +29,7 @@ from vlmdata.format.tokenizer_info import (
     special_texts,
 )
 from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
+from vlmdata.preprocess.chat.bounded import not_ending
 from vlmdata.preprocess.chat.template_files import ChosenTemplate, chosen_template, read_json
 from vlmdata.preprocess.config import EMBEDDED
 from vlmdata.preprocess.reject import RowRejected
@@ -147,6 +148,10 @@ def load_tokenizer(
         hf.chat_template = template.text
     if not hf.chat_template:
         raise SourceError(f"--tokenizer {name}: it has no chat template, which is needed to find targets")
+    if name != EMBEDDED and (problem := not_ending(hf)):
+        raise SourceError(
+            f"--tokenizer {name}: its chat template is stopped: {problem}. Give a tokenizer with another template."
+        )
     if name != EMBEDDED:
         # Disables truncation and padding settings of tokenizer.json, which would apply to every row.
         hf.backend_tokenizer.no_truncation()
@@ -169,7 +174,7 @@ def _loaded(name: str, revision: str | None) -> Any:
         return _embedded()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, revision=revision)
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 @cache
@@ -178,7 +183,7 @@ def _embedded() -> Any:
     # The class that AutoTokenizer finds, without importing the models that it knows: that takes 0.7 s.
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(EMBEDDED_TOKENIZER)
+    return PreTrainedTokenizerFast.from_pretrained(EMBEDDED_TOKENIZER, trust_remote_code=False)
 
 
 def _describe(hf: Any, name: str, made: Family) -> TokenizerInfo:
@@ -275,6 +280,11 @@ def _template_text(hf: Any) -> str:
 def _why_not_loaded(name: str, error: BaseException) -> str:
     """Continues the sentence ``cannot load it``: transformers takes a path that does not exist for a hub id."""
     path = Path(name)
+    if "trust_remote_code" in str(error):
+        return (
+            ": it names code of its own, which is never run. If its tokenizer.json is enough, as is usual, remove "
+            "auto_map from its tokenizer_config.json and give PreTrainedTokenizerFast as tokenizer_class."
+        )
     if path.is_file():
         return ": it is a file, not a folder."
     if path.is_dir():

@@ -14,6 +14,6 @@ def read_processor(kind: str, model: str) -> Any:
 
     load: Any = getattr(transformers, kind).from_pretrained
     try:
-        return load(model)
+        return load(model, trust_remote_code=False)
     except Exception:  # many kinds, of the hub, of files, and of classes that are not installed
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Mapping
 from functools import cache
 from io import BytesIO
@@ -234,3 +235,56 @@ def test_a_fragment_with_a_damaged_header_is_not_passed_over(damage: bytes) -> N
 @pytest.mark.parametrize("tail", [bytes(1000), b"\xa5" * 1000])
 def test_what_follows_all_boxes_of_a_file_with_an_index_is_no_damage(tail: bytes) -> None:
     assert len(read_contents(clip("libx264", 8) + tail)) == 8
+
+
+def claiming(data: bytes, kind: bytes, at: int, count: int) -> bytes:
+    """A file of which the first box of a kind has another number there."""
+    place = data.index(kind) + 4 + at
+    return data[:place] + count.to_bytes(4) + data[place + 4 :]
+
+
+def test_more_samples_than_the_file_has_bytes_are_refused_before_an_index_is_made() -> None:
+    whole, parts = clip(count=8), clip(count=8, muxer={"movflags": "frag_keyframe+empty_moov+default_base_moof"})
+    many = 40_000_000
+    sized = claiming(claiming(whole, b"stsz", 4, 1), b"stsz", 8, many)  # of one byte each, which takes no table
+    timed = claiming(claiming(whole, b"stts", 4, 1), b"stts", 8, many)
+    for data in (sized, timed, claiming(sized, b"stts", 8, many), claiming(parts, b"trun", 4, many)):
+        path = str(refusal(data))
+        assert f"its header claims {many:,} samples" in path
+        assert f"and it has {len(data):,} bytes" in path
+    # The header may be compressed, and boxes may have lengths of 64 bits, or none.
+    begin = sized.index(b"moov") - 4
+    length = int.from_bytes(sized[begin : begin + 4])
+    before, header, after = sized[:begin], sized[begin : begin + length], sized[begin + length :]
+    for other in (
+        before + (1).to_bytes(4) + b"moov" + (length + 8).to_bytes(8) + header[8:] + after,
+        before + after + (0).to_bytes(4) + header[4:],
+        before + box(b"moov", box(b"cmov", box(b"cmvd", length.to_bytes(4) + zlib.compress(header)))) + after,
+    ):
+        assert "its header claims" in str(refusal(other))
+
+
+def box(kind: bytes, content: bytes) -> bytes:
+    """A box of an MP4 file."""
+    return (8 + len(content)).to_bytes(4) + kind + content
+
+
+@pytest.mark.parametrize("codec", ["pcm_s16le", "pcm_u8", "adpcm_ima_qt", "aac"])
+def test_sound_may_have_more_samples_than_bytes(codec: str) -> None:
+    file = BytesIO()
+    with av.open(file, "w", format="mov") as container:
+        stream = container.add_stream(codec, rate=8000, layout="mono")
+        video = container.add_stream("libx264", rate=30)
+        video.width, video.height = 64, 48
+        for number in range(4):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(picture(number), "rgb24")))
+        size = stream.codec_context.frame_size or 1024
+        for number in range(40):
+            sound = av.AudioFrame(stream.codec_context.format.name, "mono", size)
+            sound.sample_rate, sound.pts = 8000, number * size
+            for plane in sound.planes:
+                plane.update(bytes(plane.buffer_size))
+            container.mux(stream.encode(sound))
+        container.mux(stream.encode(None))
+        container.mux(video.encode(None))
+    assert len(read_contents(file.getvalue())) == 4

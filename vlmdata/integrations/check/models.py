@@ -33,7 +33,7 @@ def read_config(name: str) -> Any:
             raise UsageError(f"check-model: {name} has no config.json. Give the folder of a Hugging Face model.")
         name = str(folder)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
@@ -113,7 +113,9 @@ def _checkpoint(name: str, attention: str | None, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForImageTextToText
 
     try:
-        return AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, attn_implementation=attention)
+        return AutoModelForImageTextToText.from_pretrained(
+            name, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
     except (OSError, ImportError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"check-model: the weights of {name} cannot be loaded: {reason}") from error

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from vlmdata.media.error import MediaError
 from vlmdata.media.signatures import VIDEO, recognise
+from vlmdata.media.video.claims import excess
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
@@ -68,9 +69,11 @@ def opened(source: VideoSource, limits: VideoLimits, what: str) -> Iterator[tupl
         file = stack.enter_context(file_of(source))
         head = file.read(_HEAD_BYTES)
         size = file.seek(0, io.SEEK_END)
-        file.seek(0)
         if size == 0:
             raise MediaError(Reason.EMPTY_VIDEO, f"{what}: the file has 0 bytes. Get it again")
+        if problem := excess(file):
+            raise MediaError(Reason.DAMAGED_VIDEO, f"{what}: {problem}. Get the file again")
+        file.seek(0)
         try:
             container = stack.enter_context(av.open(file, "r", options={"format_whitelist": _FORMATS}))
         except (av.FFmpegError, UnicodeDecodeError) as error:
