@@ -141,7 +141,7 @@ def merge(
         return whole
 
     with writing_to(out) as folder:
-        complete(folder, base, chosen, architecture)
+        notes += complete(folder, base, chosen, architecture)
         write_tensors(folder, planned, tensor, file_bytes, progress)
         (folder / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
     total = sum(each.bytes for each in planned.values())

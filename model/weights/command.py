@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from vlmdata.errors import UsageError, VlmdataError
-from vlmdata.model.weights.places import TEMPORARY, newest_checkpoint_in
+from vlmdata.model.weights.places import TEMPORARY, is_distributed, newest_checkpoint_in
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -149,7 +149,7 @@ def _direction(source: Path, out: Path, like: Path | None, data: str | None, dty
         raise VlmdataError(f"{out} is not empty; choose another --out")
     if dtype is not None and dtype not in _DTYPES:
         raise VlmdataError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
-    if (source / ".metadata").exists():
+    if is_distributed(source):
         if like is not None and not (like / "config.json").is_file():
             raise VlmdataError(f"--like {like} is not a folder of a Hugging Face checkpoint: it has no config.json")
         return False

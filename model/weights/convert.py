@@ -177,7 +177,7 @@ def to_hf(
         return parts[0] if whole else torch.stack(parts)
 
     with writing_to(out) as folder:
-        complete(folder, like, chosen, architecture)
+        notes += complete(folder, like, chosen, architecture)
         write_tensors(folder, planned, tensor, file_bytes, progress)
         (folder / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
     total = sum(each.bytes for each in planned.values())

@@ -92,12 +92,25 @@ def with_dtypes(config: Mapping[str, Any], planned: Mapping[str, PlannedTensor])
     return whole if found else whole | {"dtype": _main_dtype(planned)}
 
 
-def copy_small_files(like: Path, out: Path) -> None:
-    """Copies all files of a folder except weights and config."""
-    for file in like.iterdir():
+def copy_small_files(like: Path, out: Path) -> list[str]:
+    """Copies the files of a folder except weights, config, code, hidden files and links to other folders.
+
+    In a hub's cache, the files of a folder are links to the ``blobs`` of their model, and are copied.
+
+    Returns:
+        Notes for the user: what else was left out.
+    """
+    home, left_out = like.resolve(), list[str]()
+    homes = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
+    for file in sorted(like.iterdir()):
         weights = file.suffix in _WEIGHTS or "safetensors" in file.name
-        if file.is_file() and not weights and file.name != CONFIG:
+        if not file.is_file() or weights or file.name == CONFIG or file.name.startswith("."):
+            continue
+        if file.suffix == ".py" or file.resolve().parent not in homes:
+            left_out.append(file.name)
+        else:
             shutil.copy(file, out / file.name)
+    return [f"not copied from {like}, as code or a link to elsewhere: {', '.join(left_out)}"] if left_out else []
 
 
 def _main_dtype(tensors: Mapping[str, PlannedTensor]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
-from vlmdata.format.tokenizer_files import tokenizer_findings
+from vlmdata.format.tokenizer_files import recorded_tokenizer_files, tokenizer_findings
 from vlmdata.loader.mixture import expanded
 from vlmdata.model.architecture import Architecture
 from vlmdata.model.families import spec_of
@@ -157,7 +157,7 @@ def _require_vocabulary(dataset: DatasetFiles, architecture: Architecture) -> No
         )
 
 
-def complete(folder: Path, like: Path | None, data: str | None, architecture: Architecture) -> None:
+def complete(folder: Path, like: Path | None, data: str | None, architecture: Architecture) -> list[str]:
     """Writes all files of a Hugging Face folder but weights and ``config.json``.
 
     Args:
@@ -165,21 +165,22 @@ def complete(folder: Path, like: Path | None, data: str | None, architecture: Ar
         like: A Hugging Face folder whose files are copied.
         data: The dataset that :func:`choose_dataset` returned.
         architecture: The architecture of the model.
+
+    Returns:
+        Notes for the user, one line each.
     """
-    if like is not None:
-        copy_small_files(like, folder)
+    notes = [] if like is None else copy_small_files(like, folder)
     if data is not None:
         with opened(data) as dataset:
             _write_processor(dataset, spec_of(architecture).processor, folder)
+    return notes
 
 
 def _write_processor(dataset: DatasetFiles, files: ProcessorFiles, out: Path) -> None:
     """Writes tokenizer, chat template, processor and generation settings, replacing existing files."""
-    for file in sorted(dataset.tokenizer.rglob("*")):
-        if file.is_file():
-            to = out / file.relative_to(dataset.tokenizer)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, to)
+    for name in recorded_tokenizer_files(dataset.tokenizer.parent, dataset.manifest):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(dataset.tokenizer / name, out / name)
     processor = dataset.manifest.config["fingerprints"]["processor"]
     fields = ("image_mean", "image_std", "merge_size", "patch_size", "temporal_patch_size")
     constants = {name: processor[name] for name in fields}

@@ -32,7 +32,7 @@ from vlmdata.model.weights.checksums import require_sound, without_checksum
 from vlmdata.model.weights.convert import read_architecture
 from vlmdata.model.weights.hf_files import HfTensors, WeightsError
 from vlmdata.model.weights.hf_load import fill_from_folder, holds_prediction
-from vlmdata.model.weights.places import checkpoints_in
+from vlmdata.model.weights.places import checkpoints_in, is_distributed
 
 #: Name prefix of multi-token prediction parameters.
 _PREDICTOR = "language.predictor."
@@ -117,7 +117,7 @@ def load_weights(
     prediction starts from random weights. Returns notes for the user about the source of the weights. A ConfigError if
     the weights are damaged, or of another model.
     """
-    load = _load_distributed if (path / ".metadata").exists() else partial(_load_hf, place=place)
+    load = _load_distributed if is_distributed(path) else partial(_load_hf, place=place)
     notes = load(path, learner, config, architecture)
     learner.optimizer.reload_model_params()
     return notes + _other_settings(path, config, architecture)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,10 @@ from tests.model.weights.test_convert import hf_folder
 from vlmdata.cli.main import app
 from vlmdata.errors import ResourceError
 from vlmdata.model.parallel import groups
+from vlmdata.model.training.checkpoints.weights import load_weights
 from vlmdata.model.weights.convert import to_hf, to_megatron
 from vlmdata.model.weights.hf_files import WeightsError
-from vlmdata.model.weights.places import temporary_of
+from vlmdata.model.weights.places import is_distributed, temporary_of
 
 pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.slow]
 
@@ -187,3 +190,56 @@ class TestARun:
         assert "run holds neither *.safetensors nor a distributed checkpoint (.metadata), nor checkpoints of a" in str(
             done.exception
         )
+
+
+class _Runs:
+    """A pickle that leaves a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return open, (str(self.path), "w")
+
+
+def test_a_folder_of_others_with_safetensors_is_not_unpickled(
+    sources: Path, tmp_path: Path, convert: Callable[..., Result]
+) -> None:
+    folder, ran = Path(shutil.copytree(sources / "hf", tmp_path / "hf")), tmp_path / "ran"
+    (folder / ".metadata").write_bytes(pickle.dumps(_Runs(ran)))
+    shutil.copy(sources / "megatron" / "metadata.json", folder)
+    assert not is_distributed(folder)
+    assert is_distributed(sources / "megatron")
+    result = convert(folder, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "Megatron distributed checkpoint" in result.output
+    assert not ran.exists()
+    # The trainer decides with the same function.
+    weights = "vlmdata.model.training.checkpoints.weights"
+    learner: Any = SimpleNamespace(optimizer=SimpleNamespace(reload_model_params=lambda: None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{weights}._load_hf", lambda *_, place: ["hf"])
+        patch.setattr(f"{weights}._other_settings", lambda *_: [])
+        assert load_weights(folder, learner, None, None, None) == ["hf"]
+    assert not ran.exists()
+
+
+def test_a_model_to_be_like_gives_no_code_no_hidden_file_and_nothing_from_elsewhere(
+    sources: Path, tmp_path: Path, convert: Callable[..., Result]
+) -> None:
+    cache = tmp_path / "models--a--b"
+    like = Path(shutil.copytree(sources / "hf", cache / "snapshots" / "1"))
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "2").write_text("mine")
+    (tmp_path / "secret").write_text("secret")
+    for name, target in {"linked.json": "../../blobs/2", "notes.txt": tmp_path / "secret"}.items():
+        (like / name).symlink_to(target)
+    for name in (".env", "modeling.py", "README.md"):
+        (like / name).write_text(name)
+    result = convert(sources / "megatron", "--out", tmp_path / "out", "--like", like)
+    assert result.exit_code == 0, result.output
+    assert f"not copied from {like}, as code or a link to elsewhere: modeling.py, notes.txt" in result.output
+    names = names_in(tmp_path / "out")
+    assert not {".env", "modeling.py", "notes.txt"}.intersection(names)
+    assert (tmp_path / "out" / "linked.json").read_text() == "mine"
+    assert "README.md" in names
