@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -220,6 +220,15 @@ def module_named(name: str) -> ModuleType:
         del sys.modules[own_name]
         raise
     return module
+
+
+def files_of(kinds: Iterable[type]) -> tuple[str, ...]:
+    """Returns the files of the modules of some classes that :func:`module_named` has loaded from files.
+
+    Another process that unpickles objects of these classes must load them first: no import finds them.
+    """
+    names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ in _STEMS)
+    return tuple(str(sys.modules[name].__file__) for name in names)
 
 
 def _name_of(module: str) -> str:

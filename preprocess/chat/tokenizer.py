@@ -233,6 +233,7 @@ _ROLES = {
     "before": "the mark before items",
     "token": "the {kind} placeholder",
     "after": "the mark after items",
+    "between": "a token between placeholders",
 }
 
 

@@ -181,7 +181,7 @@ def _frames(part: VideoPart, video: SampleItem | None) -> str:
 
 def _marked(encoded: EncodedSample, tokenizer: ChatTokenizer) -> Text:
     """Formats the tokens as text, with targets in brackets and placeholders folded."""
-    text, placeholders = Text(), {item.token for item in tokenizer.info.items.values()}
+    text, placeholders = Text(), set(tokenizer.info.all_placeholders)
     ids, mask = (values[: encoded.length].tolist() for values in (encoded.input_ids, encoded.loss_mask))
     pairs = zip(ids, mask, strict=True)
     marked = groupby(pairs, lambda each: (each[1] > 0, each[0] if each[0] in placeholders else None))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families.chat import IMAGE
-from vlmdata.families.positions import locate_images
 from vlmdata.preprocess.chat.agreement import require_reserved
 from vlmdata.preprocess.chat.render import Renderer
 from vlmdata.preprocess.chat.targets import tokenize
@@ -16,7 +15,7 @@ from vlmdata.preprocess.chat.tokenizer import require_length
 from vlmdata.preprocess.config import SHORTENING, Overlong, PreprocessConfig
 from vlmdata.preprocess.conversation import Document
 from vlmdata.preprocess.encode.image import encode_images, image_tokens
-from vlmdata.preprocess.encode.sample import EncodedSample, WeightedTokens, document_weight, finish_sample
+from vlmdata.preprocess.encode.sample import EncodedSample, WeightedTokens, blocks_of, document_weight, finish_sample
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
@@ -52,10 +51,13 @@ def encode_document(
     images = encode_images(parts, config)
     learned = ~np.isin(ids, info.items[IMAGE].ids)
     tokens = WeightedTokens(ids, learned * np.float32(weight)).with_items(images, config.model_family, info)
-    token_counts = np.array([sum(view.tokens for view in views) for views in images], dtype=np.int64)
-    starts = locate_images(tokens.ids, token_counts, info.image).tolist()
+    items = blocks_of(list(chain.from_iterable(images)), config.model_family, info)
+    of_images = np.cumsum([0, *map(len, images)])  # number of the first view of each
+    firsts, lasts = items.firsts[of_images[:-1]], items.firsts[of_images[1:] - 1]
+    starts = items.locate(tokens.ids)
     before, after = (len(marks) for marks in (info.items[IMAGE].before, info.items[IMAGE].after))
-    blocks = [(start - before, start + count + after) for start, count in zip(starts, token_counts, strict=True)]
+    stops = starts + items.counts
+    blocks = list(zip((starts[firsts] - before).tolist(), (stops[lasts] + after).tolist(), strict=True))
     pieces: list[EncodedSample | RowRejected] = []
     for start, stop in pairwise(_bounds(len(tokens), blocks, config)):
         within = [views for views, block in zip(images, blocks, strict=True) if start <= block[0] < stop]

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families import Family, View
+from vlmdata.families.chat import IMAGE
 from vlmdata.media.decode import DecodedImage, decode_image, header_size
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import SizeRequest, resize_to_patches, target_size
@@ -40,10 +41,10 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
             top, left, rows, columns = view.crop
             memory = np.ascontiguousarray(memory[top : top + rows, left : left + columns])
         patches = resize_to_patches(memory, *view.size, family, part=view.part)
-        grid = (1, view.shape[0] // family.patch_size, view.shape[1] // family.patch_size)
+        grid = _grid(view, family)
         origin = _origin(decoded) | _used_part(part) | (_place(number, view) if len(views) > 1 else {})
         whole = view.is_whole and not _used_part(part)
-        tokens = len(patches) // family.patches_per_token
+        tokens = tokens_of((view,), family)
         made.append(SampleItem(patches, grid, view.shape, tokens, origin, part.data, number, whole))
     return tuple(made)
 
@@ -148,8 +149,8 @@ def _tokens_of(part: ImagePart, config: ImageConfig, family: Family, bounds: tup
         if part.region is not None:  # of the image as it is shown
             width, height = part.region[2:]
         # Decoding turns images as their EXIF says, which some formats have after the pixels.
-        areas = {
-            sum(rows * columns for rows, columns in (view.shape for view in views))
+        counts = {
+            tokens_of(views, family)
             for views in (
                 _views(height, width, part, family, bounds, part.field),
                 *([_views(width, height, part, family, bounds, part.field)] if part.region is None else []),
@@ -157,7 +158,17 @@ def _tokens_of(part: ImagePart, config: ImageConfig, family: Family, bounds: tup
         }
     except MediaError:
         return None
-    return areas.pop() // family.factor**2 if len(areas) == 1 else None
+    return counts.pop() if len(counts) == 1 else None
+
+
+def tokens_of(views: Sequence[View], family: Family) -> int:
+    """Returns the number of tokens of the pictures of an image."""
+    return int(family.item_tokens(IMAGE, [_grid(view, family) for view in views]).sum())
+
+
+def _grid(view: View, family: Family) -> tuple[int, int, int]:
+    height, width = view.shape
+    return 1, height // family.patch_size, width // family.patch_size
 
 
 def size_request(part: ImagePart) -> SizeRequest:

@@ -53,7 +53,7 @@ def item_tokens(parts: Sequence[MediaPart], plans: Plans, config: PreprocessConf
         The number of tokens; None if it is not larger than ``more_than``, or not certain before decoding.
     """
     family = config.model_family
-    patches = sum(plans[part].patch_count(family) for part in parts if isinstance(part, VideoPart))
-    videos, images = patches // family.patches_per_token, [part for part in parts if isinstance(part, ImagePart)]
+    videos = sum(plans[part].token_count(family) for part in parts if isinstance(part, VideoPart))
+    images = [part for part in parts if isinstance(part, ImagePart)]
     of_images = image_tokens(images, config, more_than - videos)
     return None if of_images is None else of_images + videos

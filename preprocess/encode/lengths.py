@@ -20,7 +20,7 @@ from vlmdata.preprocess.chat.targets import target_spans, tokenize
 from vlmdata.preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
 from vlmdata.preprocess.conversation import Conversation, Document, ImagePart, MediaPart, VideoPart
 from vlmdata.preprocess.encode.encoder import Encoder, encode_turns, with_settings
-from vlmdata.preprocess.encode.image import size_request
+from vlmdata.preprocess.encode.image import size_request, tokens_of
 from vlmdata.preprocess.encode.sample import document_weight, turn_weights
 from vlmdata.preprocess.encode.video import planned
 from vlmdata.preprocess.reject import RowRejected
@@ -73,7 +73,7 @@ class LengthMeter:
         assert isinstance(conversation, Conversation)
         conversation, plans = planned(with_settings(conversation, self._config), self._config)
         videos = {
-            part: plans[part].patch_count(self._config.model_family) // self._config.model_family.patches_per_token
+            part: plans[part].token_count(self._config.model_family)
             for part in conversation.media
             if isinstance(part, VideoPart)
         }
@@ -155,7 +155,7 @@ def _tokens(height: int, width: int, part: ImagePart, config: PreprocessConfig) 
     family = config.model_family
     bounds = config.image.bounds(family)
     views = family.views(height, width, target_size(height, width, size_request(part), bounds, family, part.field))
-    return sum(rows * columns for rows, columns in (view.shape for view in views)) // family.factor**2
+    return tokens_of(views, family)
 
 
 def _halved(config: PreprocessConfig) -> PreprocessConfig | None:

@@ -34,7 +34,7 @@ class SampleItem:
     patches: npt.NDArray[np.uint8]  # uint8 (R, bytes per patch): one row per patch and temporal copy
     grid: tuple[int, int, int]  # patches along t, h, w
     size: tuple[int, int]  # (height, width) in pixels, as stored
-    tokens: int  # number of placeholder tokens
+    tokens: int  # in the sequence
     origin: Mapping[str, Any]  # data of the file: size, format, normalisation steps, or frames and times
     file: bytes  # the file; of a video that the data has as frames, their files joined
     view: int = 0  # number of the picture among those of its image
@@ -136,24 +136,25 @@ class WeightedTokens:
         return WeightedTokens(self.ids[span], self.weights[span])
 
     def with_items(self, items: Sequence[Views], family: Family, info: TokenizerInfo) -> WeightedTokens:
-        """Expands the placeholder of each image to one per merged patch of its views, and those of videos alike."""
+        """Expands the placeholder of each image to the tokens of its views, and those of videos alike."""
         if not items:
             return self
+        blocks = [blocks_of(views, family, info) for views in items]
         counts: list[int] = []
-        for views in items:
-            if views[0].kind == IMAGE:
-                counts.append(sum(view.tokens for view in views))
-            else:
-                counts += blocks_of(views, family, info).counts.tolist()
+        for views, own in zip(items, blocks, strict=True):
+            counts += [int(own.counts.sum())] if views[0].kind == IMAGE else own.counts.tolist()
+        written = np.isin(self.ids, [item.token for item in info.items.values()])
         repeats = np.ones(len(self.ids), dtype=np.int64)
-        repeats[np.isin(self.ids, [item.token for item in info.items.values()])] = counts
-        return WeightedTokens(np.repeat(self.ids, repeats), np.repeat(self.weights, repeats))
+        repeats[written] = counts
+        ids = np.repeat(self.ids, repeats)
+        ids[np.repeat(written, repeats)] = np.concatenate([own.ids for own in blocks])
+        return WeightedTokens(ids, np.repeat(self.weights, repeats))
 
 
 def blocks_of(items: Sequence[SampleItem], family: Family, info: TokenizerInfo) -> Blocks:
     """Returns the blocks of placeholders of images and videos."""
-    tokens = {kind: each.token for kind, each in info.items.items()}
-    return Blocks.of(family, [(item.kind, item.grid) for item in items], tokens, [item.step for item in items])
+    kinds = [(item.kind, item.grid) for item in items]
+    return Blocks.of(family, kinds, info.placeholders, [item.step for item in items])
 
 
 def finish_sample(
@@ -168,7 +169,7 @@ def finish_sample(
 ) -> EncodedSample:
     """Pads a sample's tokens and computes their positions."""
     length, family, items = len(tokens), config.model_family, tuple(chain.from_iterable(views))
-    if items or any((tokens.ids == item.token).any() for item in info.items.values()):
+    if items or np.isin(tokens.ids, info.all_placeholders).any():
         blocks = blocks_of(items, family, info)
         starts = blocks.locate(tokens.ids)
         grids, steps, firsts = blocks.grids, blocks.steps, blocks.firsts

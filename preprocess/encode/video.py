@@ -68,9 +68,11 @@ class VideoPlan:
     contents: VideoContents | None
     made: VideoPatches | None = field(default=None, repr=False)
 
-    def patch_count(self, family: Family) -> int:
-        """Returns the number of vision patches."""
-        return len(self.patch_times) * math.prod(self.size) // family.patch_size**2
+    def token_count(self, family: Family) -> int:
+        """Returns the number of tokens."""
+        height, width = self.size
+        grid = len(self.patch_times), height // family.patch_size, width // family.patch_size
+        return int(family.item_tokens(VIDEO, [grid])[0])
 
 
 def planned(conversation: Conversation, config: PreprocessConfig) -> tuple[Conversation, Mapping[VideoPart, VideoPlan]]:
@@ -144,7 +146,7 @@ def encode_video(plan: VideoPlan, config: PreprocessConfig) -> SampleItem:
         patches.rows,
         patches.shape.grid,
         plan.size,
-        patches.shape.patches // family.patches_per_token,
+        plan.token_count(family),
         plan.origin,
         data if isinstance(data, bytes) else b"".join(data),
         kind=VIDEO,

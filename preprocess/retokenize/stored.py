@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,7 +146,7 @@ class OldShard:
             patches,
             shape.grid,
             (height * family.patch_size, width * family.patch_size),
-            math.prod(shape.grid) // family.patches_per_token,
+            int(family.item_tokens(shape.kind, [shape.grid])[0]),
             origin,
             b"",
             origin.get("view", 0),

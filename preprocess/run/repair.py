@@ -158,7 +158,7 @@ class Repair:
         """Reads the index rows of all intact shards. Returns the numbers of the others."""
         damaged = set(known)
         made = self.manifest.model_family
-        tokens = {kind: item.token for kind, item in self.manifest.tokenizer.items.items()}
+        tokens = self.manifest.tokenizer.placeholders
         store, scratch = self.work.store, self._scratch
 
         def read(number: int) -> bool:

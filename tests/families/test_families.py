@@ -18,7 +18,7 @@ from tests.conftest import SHARED_DATA
 from tests.families.reference import FAMILIES, OTHERS, bounds, image_inputs, rope_index
 from vlmdata.families import REGISTRY, Family, family
 from vlmdata.families.base import AspectRatioError
-from vlmdata.families.positions import locate_images
+from vlmdata.families.positions import locate_blocks
 from vlmdata.media.resize import resize_to_patches
 
 IMAGE = 9
@@ -91,7 +91,8 @@ def test_positions_equal_the_models(name: str, images: list[tuple[int, int, int]
         ids += [1] * (text + 1) + [IMAGE] * (rows * columns)
     ids += [1] * tail
     array, grid = np.array(ids), np.array(grids, np.int64).reshape(-1, 3)
-    starts = locate_images(array, made.token_counts(grid), IMAGE)
+    counts = made.token_counts(grid)
+    starts = locate_blocks(array, counts, np.full(counts.sum(), IMAGE), (IMAGE,))
     ours = made.position_ids(len(ids), starts, grid)
     tokens = torch.from_numpy(array)[None]
     if name in OTHERS:

@@ -10,10 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmdata.families import family
-from vlmdata.families.positions import locate_images, mrope_position_ids
+from vlmdata.families.positions import locate_blocks, mrope_position_ids
 
 IMAGE, MERGE = 9, 2
 counts_of = family("qwen3_5").token_counts
+
+
+def located(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    return locate_blocks(ids, counts, np.full(counts.sum(), IMAGE), (IMAGE,))
+
 
 grids = st.lists(
     st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)).map(lambda g: (g[0], 2 * g[1], 2 * g[2])),
@@ -51,7 +56,7 @@ def by_the_rule(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 @given(sequences())
 def test_positions_follow_the_rule(sequence: tuple[np.ndarray, np.ndarray]) -> None:
     ids, sizes = sequence
-    starts = locate_images(ids, counts_of(sizes), IMAGE)
+    starts = located(ids, counts_of(sizes))
     positions = mrope_position_ids(len(ids), starts, sizes, MERGE)
     assert positions.dtype == np.int32
     assert np.array_equal(positions, by_the_rule(ids, sizes))
@@ -60,7 +65,7 @@ def test_positions_follow_the_rule(sequence: tuple[np.ndarray, np.ndarray]) -> N
 @given(sequences())
 def test_images_are_found_one_by_one_even_where_they_touch(sequence: tuple[np.ndarray, np.ndarray]) -> None:
     ids, sizes = sequence
-    starts = locate_images(ids, counts_of(sizes), IMAGE)
+    starts = located(ids, counts_of(sizes))
     counts = counts_of(sizes)
     covered = np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)] or [np.zeros(0, int)])
     assert np.array_equal(covered, np.flatnonzero(ids == IMAGE))
@@ -85,4 +90,4 @@ def test_the_example_of_the_design() -> None:
 )
 def test_broken_image_blocks_are_refused(ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        locate_images(np.array(ids), np.array([6]), IMAGE)
+        located(np.array(ids), np.array([6]))

@@ -228,7 +228,7 @@ def test_positions_with_images_and_videos_are_those_of_the_models(
         for block in made.expansion(kind).blocks(grid):
             ids += [IMAGE_PAD if kind == IMAGE else VIDEO_PAD] * (block[0] * rows * columns) + [TEXT] * between
     input_ids = np.array(ids, np.int64)
-    blocks = Blocks.of(made, shapes, {IMAGE: IMAGE_PAD, VIDEO: VIDEO_PAD}, steps)
+    blocks = Blocks.of(made, shapes, {IMAGE: (IMAGE_PAD,), VIDEO: (VIDEO_PAD,)}, steps)
     starts = blocks.locate(input_ids)
     assert len(blocks.firsts) == len(shapes)
     found = made.position_ids(len(ids), starts, blocks.grids, blocks.steps)
@@ -245,9 +245,9 @@ def test_positions_with_images_and_videos_are_those_of_the_models(
 def test_a_block_of_the_wrong_kind_is_refused() -> None:
     ids = np.array([1, IMAGE_PAD, IMAGE_PAD, 1, VIDEO_PAD, 1])
     counts, both = np.array([2, 1]), (IMAGE_PAD, VIDEO_PAD)
-    assert locate_blocks(ids, counts, np.array([IMAGE_PAD, VIDEO_PAD]), both).tolist() == [1, 4]
-    with pytest.raises(ValueError, match="token 1 is id 9, but block 0 there consists of id 8"):
-        locate_blocks(ids, counts, np.array([VIDEO_PAD, IMAGE_PAD]), both)
+    assert locate_blocks(ids, counts, np.repeat([IMAGE_PAD, VIDEO_PAD], counts), both).tolist() == [1, 4]
+    with pytest.raises(ValueError, match="token 1 is id 9, but block 0 has id 8 there"):
+        locate_blocks(ids, counts, np.repeat([VIDEO_PAD, IMAGE_PAD], counts), both)
 
 
 def test_the_caption_of_a_patch_is_that_of_the_processor() -> None:

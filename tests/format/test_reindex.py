@@ -41,7 +41,7 @@ def test_the_rows_are_those_of_the_index(directory: Path) -> None:
     found = [
         row
         for number, shard in enumerate(dataset.manifest.shards)
-        for row in index_rows_of(directory, number, shard, {"image": info.image}, FAMILY) or ()
+        for row in index_rows_of(directory, number, shard, info.placeholders, FAMILY) or ()
     ]
     written = [dataset.index.row(i) for i in range(len(dataset))]
     assert [row.key for row in found] == [row.key for row in written]
@@ -51,10 +51,10 @@ def test_the_rows_are_those_of_the_index(directory: Path) -> None:
 def test_a_shard_that_is_not_the_manifests_gives_none(directory: Path, tmp_path: Path) -> None:
     info = open_dataset(directory).manifest.shards[0]
     data = (directory / info.name).read_bytes()
-    assert index_rows_of(tmp_path, 0, info, {"image": 0}, FAMILY) is None
+    assert index_rows_of(tmp_path, 0, info, {"image": (0,)}, FAMILY) is None
     (tmp_path / info.name).write_bytes(data)
-    assert index_rows_of(tmp_path, 0, info, {"image": open_dataset(directory).manifest.tokenizer.image}, FAMILY)
+    assert index_rows_of(tmp_path, 0, info, open_dataset(directory).manifest.tokenizer.placeholders, FAMILY)
     (tmp_path / info.name).write_bytes(data[:-1] + b"x")
-    assert index_rows_of(tmp_path, 0, info, {"image": 0}, FAMILY) is None
+    assert index_rows_of(tmp_path, 0, info, {"image": (0,)}, FAMILY) is None
     os.truncate(tmp_path / info.name, len(data) - 512)
-    assert index_rows_of(tmp_path, 0, info, {"image": 0}, FAMILY) is None
+    assert index_rows_of(tmp_path, 0, info, {"image": (0,)}, FAMILY) is None

@@ -41,7 +41,7 @@ def pixels() -> list[np.ndarray]:
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A dataset whose only sample has an image and a video."""
     folder = write_dataset(tmp_path / "dataset", shards=1, samples_per_shard=1)
-    ids, starts, tokens = np.full(LENGTH, 7, np.int32), (2, 8), {IMAGE: IMAGE_TOKEN, VIDEO: VIDEO_TOKEN}
+    ids, starts, tokens = np.full(LENGTH, 7, np.int32), (2, 8), {IMAGE: (IMAGE_TOKEN,), VIDEO: (VIDEO_TOKEN,)}
     ids[2:4] = IMAGE_TOKEN
     for start in (8, 11, 14):  # a block per temporal patch
         ids[start : start + 2] = VIDEO_TOKEN
@@ -95,7 +95,7 @@ def test_index_and_sample(directory: Path) -> None:
 
 def test_the_index_is_rebuilt_from_the_shard(directory: Path) -> None:
     info = Manifest.read(directory).shards[0]
-    tokens = {IMAGE: IMAGE_TOKEN, VIDEO: VIDEO_TOKEN}
+    tokens = {IMAGE: (IMAGE_TOKEN,), VIDEO: (VIDEO_TOKEN,)}
     assert index_rows_of(directory, 0, info, tokens, FAMILY) == [DatasetIndex.read(directory / INDEX_NAME).row(0)]
 
 

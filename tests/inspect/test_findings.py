@@ -149,7 +149,8 @@ def test_an_unusual_share_is_measured_against_the_dataset() -> None:
 
     class Index:
         lengths = np.full(100, 1000, np.int32)
-        num_patches = np.zeros(100, np.int32)
+        grids, item_kinds = np.zeros((0, 3), np.int32), np.zeros(0, np.object_)
+        grid_offsets = np.zeros(101, np.int64)
         truncated = np.zeros(100, np.bool_)
         target_turns = np.ones(100, np.int32)
         num_targets = np.linspace(280, 320, 100).astype(np.int32)
@@ -160,6 +161,7 @@ def test_an_unusual_share_is_measured_against_the_dataset() -> None:
     assert facts.low_target_share > 0.2
     assert facts.groups["low_target_share"].tolist() == [7]
     index.lengths, index.num_targets = index.lengths[:19], index.num_targets[:19]
+    index.grid_offsets = index.grid_offsets[:20]
     # Too few to have quartiles worth the name: only the absolute bound is left.
     assert IndexFindings(index, FAMILY).low_target_share == MIN_TARGET_SHARE  # type: ignore[arg-type]
 

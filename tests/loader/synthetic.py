@@ -206,5 +206,7 @@ def _add_sample(
 def _positions(family: Family, ids: np.ndarray, items: list[ItemShape]) -> np.ndarray:
     step = family.video.temporal_step(SECONDS_PER_PATCH) if family.video else 1
     steps = [step if item.kind == VIDEO else 1 for item in items]
-    blocks = Blocks.of(family, [(item.kind, item.grid) for item in items], TOKENS, steps)
+    blocks = Blocks.of(
+        family, [(item.kind, item.grid) for item in items], {kind: (token,) for kind, token in TOKENS.items()}, steps
+    )
     return family.position_ids(len(ids), blocks.locate(ids), blocks.grids, blocks.steps)

@@ -92,7 +92,7 @@ def test_a_placeholder_of_the_other_kind(dataset: VlmDataset) -> None:
 
     (found,) = findings(dataset, with_ids(dataset[0], change))
     assert found[0] == "image_block"
-    assert "consists of id" in found[1]
+    assert "has id" in found[1]
 
 
 def test_a_lost_mark_of_a_temporal_patch_and_of_the_template(dataset: VlmDataset) -> None:

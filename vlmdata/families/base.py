@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from vlmdata.families.grounding import Grounding
 from vlmdata.families.patches import patchify, unpatchify
 from vlmdata.families.positions import mrope_position_ids
 from vlmdata.families.video import VideoRules
+from vlmdata.registry import files_of, module_named
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,9 @@ class Family:
 
     @cached_property
     def _pickled(self) -> bytes:
-        return pickle.dumps((type(self), {name: value for name, value in vars(self).items() if name != "_pickled"}))
+        values = {name: value for name, value in vars(self).items() if name != "_pickled"}
+        made = pickle.dumps((type(self), values))
+        return pickle.dumps((files_of((type(self), *map(type, values.values()))), made))
 
     @property
     def smallest_image(self) -> int:
@@ -157,7 +160,7 @@ class Family:
 
     @property
     def patches_per_token(self) -> int:
-        """Vision patches per placeholder token."""
+        """Vision patches that are merged; :meth:`token_counts` counts tokens."""
         return self.merge_size**2
 
     def image_size(
@@ -263,15 +266,41 @@ class Family:
         return {each.kind: each for each in self.items}[kind]
 
     def token_counts(self, grid_thw: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Returns the number of placeholder tokens of each image.
+        """Returns the number of tokens of each block between its marks, by default one per merged patch.
+
+        All counts of tokens are of this method. An image is one block; :meth:`Expansion.blocks` tells those of videos.
 
         Args:
-            grid_thw: (N, 3), patches along t, h, w.
+            grid_thw: (N, 3), patches of each block along t, h, w.
 
         Returns:
             int64 (N,).
         """
         return np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3).prod(axis=1) // self.patches_per_token
+
+    def placeholders(self, kind: str, grid: tuple[int, int, int]) -> Sequence[str]:
+        """Returns the texts of the tokens of a block between its marks, as many as :meth:`token_counts` says.
+
+        By default all are the ``token`` of its :class:`Expansion`. A family with tokens ``between`` them, such as a
+        break after each row, says here where they stand.
+
+        Args:
+            kind: Kind of the item.
+            grid: Patches of the block along t, h, w.
+        """
+        return (self.expansion(kind).token,) * int(self.token_counts(np.array([grid]))[0])
+
+    def item_tokens(self, kind: str, grids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Returns the number of tokens of each item, in all of its blocks, int64 (N,).
+
+        Args:
+            kind: Kind of the items.
+            grids: (N, 3), patches along t, h, w.
+        """
+        distinct, numbers = np.unique(np.asarray(grids, np.int64).reshape(-1, 3), axis=0, return_inverse=True)
+        blocks = self.expansion(kind).blocks
+        counts = [int(self.token_counts(np.array(blocks((t, h, w)))).sum()) for t, h, w in distinct.tolist()]
+        return np.array(counts, np.int64)[numbers.reshape(-1)]
 
     def position_ids(
         self,
@@ -291,10 +320,18 @@ class Family:
 
         Returns:
             int32 (axes, length): the order of tokens for one axis, for three as
-            :func:`vlmdata.families.positions.mrope_position_ids` tells.
+            :func:`vlmdata.families.positions.mrope_position_ids` tells; tokens of a block beyond its merged patches
+            count as text after it.
+
+        Raises:
+            NotImplementedError: If there are three, and tokens are not one per merged patch and perhaps more after
+                them: such a family has a rule of its own.
         """
         if len(self.position_axes) == 1:
             return np.arange(length, dtype=np.int32)[None]
+        merged = np.asarray(grids, np.int64).reshape(-1, 3).prod(axis=1) // self.patches_per_token
+        if any(item.between for item in self.items) or (self.token_counts(grids) < merged).any():
+            raise NotImplementedError(f"family {self.name}: its tokens are not those of a grid; define position_ids")
         return mrope_position_ids(length, starts, grids, self.merge_size, steps)
 
     def pixel_values(
@@ -342,7 +379,10 @@ class Family:
 @cache
 def _unpickled(content: bytes) -> Family:
     """Returns the family of :attr:`Family._pickled`, the same object each time."""
-    kind, values = pickle.loads(content)
+    files, made = pickle.loads(content)
+    for file in files:
+        module_named(file)
+    kind, values = pickle.loads(made)
     found: Family = object.__new__(kind)
     vars(found).update(values)
     return found

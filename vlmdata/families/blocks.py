@@ -1,9 +1,10 @@
-"""Where the items of a sample are in its tokens: as blocks, runs of placeholders with other tokens in between."""
+"""Where the items of a sample are in its tokens: as blocks, runs of placeholders with text in between."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +21,18 @@ class Blocks:
 
     Attributes:
         grids: int64 (B, 3), patches of each block along t, h, w.
-        counts: int64 (B,), placeholders of each block.
+        counts: int64 (B,), tokens of each block.
         tokens: int64 (B,), id of the placeholder of each block.
+        ids: int64 (sum of ``counts``,), the tokens of all blocks, one after another.
         steps: int64 (B,), step of the first axis of positions within each block.
         firsts: int64 (N,), number of the first block of each item.
-        placeholders: Ids of the placeholders of all kinds.
+        placeholders: Ids of the placeholders of all kinds, and of the tokens between them.
     """
 
     grids: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
     steps: npt.NDArray[np.int64]
     firsts: npt.NDArray[np.int64]
     placeholders: tuple[int, ...]
@@ -39,7 +42,7 @@ class Blocks:
         cls,
         family: Family,
         items: Sequence[tuple[str, Grid]],
-        tokens: Mapping[str, int],
+        tokens: Mapping[str, tuple[int, ...]],
         steps: Sequence[int] | None = None,
     ) -> Blocks:
         """Returns the blocks of items.
@@ -47,21 +50,34 @@ class Blocks:
         Args:
             family: Tells how items become tokens.
             items: Kind and grid of each item.
-            tokens: Id of the placeholder of each kind.
+            tokens: Ids of the placeholder of each kind and of the tokens between.
             steps: Of each item; None is 1.
+
+        Raises:
+            ValueError: If rules of the family contradict each other.
         """
         of_items = [family.expansion(kind).blocks(grid) for kind, grid in items]
         numbers = np.array([len(blocks) for blocks in of_items], np.int64)
         grids = np.array([grid for blocks in of_items for grid in blocks], np.int64).reshape(-1, 3)
-        ids = np.array([tokens[kind] for kind, _ in items], np.int64)
+        placeholders = np.repeat(np.array([tokens[kind][0] for kind, _ in items], np.int64), numbers)
+        counts = family.token_counts(grids)
+        ids = np.repeat(placeholders, counts)
+        if any(len(each) > 1 for each in tokens.values()):
+            kinds = [kind for (kind, _), number in zip(items, numbers.tolist(), strict=True) for _ in range(number)]
+            of_blocks = [
+                _ids_of(family, kind, (t, h, w), count, tokens[kind])
+                for kind, (t, h, w), count in zip(kinds, grids.tolist(), counts.tolist(), strict=True)
+            ]
+            ids = np.concatenate([ids[:0], *of_blocks])
         each_step = np.ones(len(items), np.int64) if steps is None else np.array(steps, np.int64)
         return cls(
             grids=grids,
-            counts=family.token_counts(grids),
-            tokens=np.repeat(ids, numbers),
+            counts=counts,
+            tokens=placeholders,
+            ids=ids,
             steps=np.repeat(each_step, numbers),
             firsts=np.cumsum(numbers) - numbers,
-            placeholders=tuple(tokens.values()),
+            placeholders=tuple(chain.from_iterable(tokens.values())),
         )
 
     def locate(self, input_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
@@ -70,4 +86,31 @@ class Blocks:
         Raises:
             ValueError: If the placeholders in ``input_ids`` (L,) are not exactly these blocks.
         """
-        return locate_blocks(input_ids, self.counts, self.tokens, self.placeholders)
+        return locate_blocks(input_ids, self.counts, self.ids, self.placeholders)
+
+
+def are_placeholders(family: Family, kind: str, grid: Grid) -> npt.NDArray[np.bool_]:
+    """Returns which tokens of a block are placeholders, not tokens between them, bool (count,).
+
+    The model has features of the block for these.
+    """
+    expansion = family.expansion(kind)
+    if not expansion.between:
+        return np.ones(int(family.token_counts(np.array([grid]))[0]), np.bool_)
+    return np.array([text == expansion.token for text in family.placeholders(kind, grid)], np.bool_)
+
+
+def _ids_of(family: Family, kind: str, grid: Grid, count: int, ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Returns the tokens of a block from the ids of its placeholder and of the tokens between."""
+    expansion, texts = family.expansion(kind), family.placeholders(kind, grid)
+    known = dict(zip((expansion.token, *expansion.between), ids, strict=True))
+    if unknown := set(texts) - set(known):
+        raise ValueError(
+            f"family {family.name}: its placeholders have {min(unknown)!r}; write it in the `between` of its Expansion"
+        )
+    if len(texts) != count:
+        raise ValueError(
+            f"family {family.name}: it has {len(texts)} placeholders for {kind}s of {list(grid)} patches, but its "
+            f"token_counts is {count}; both must be equal"
+        )
+    return np.array([known[text] for text in texts], np.int64)

@@ -41,7 +41,7 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The tokens of an item: ``before``, ``token`` as often as the family counts, ``after``.
+    """The tokens of an item: ``before``, its placeholders as the family counts them, ``after``.
 
     Attributes:
         kind: Kind of the items.
@@ -55,6 +55,8 @@ class Expansion:
             temporal patch is a block of its own: caption, ``before``, placeholders, ``after``. All blocks stand in
             place of the placeholder that the template writes, so its own ``before`` and ``after`` enclose them. "" is
             one block for all of an item.
+        between: Texts of other tokens that stand among the placeholders of a block, such as the break after a row.
+            ``Family.placeholders`` tells where.
     """
 
     kind: str
@@ -64,6 +66,7 @@ class Expansion:
     margin: str = ""
     written: str = ""
     caption: str = ""
+    between: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.written and self.written not in self.texts:
@@ -75,5 +78,5 @@ class Expansion:
         return *self.before, self.token, *self.after
 
     def blocks(self, grid: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
-        """Returns the grids of an item's blocks: runs of placeholders with other tokens in between."""
+        """Returns the grids of an item's blocks: runs of placeholders with text in between."""
         return ((1, *grid[1:]),) * grid[0] if self.caption else (grid,)

@@ -15,17 +15,10 @@ import numpy.typing as npt
 from vlmdata.wording import counted
 
 
-def locate_images(
-    input_ids: npt.NDArray[np.integer], token_counts: npt.NDArray[np.int64], image_token_id: int
-) -> npt.NDArray[np.int64]:
-    """Finds the index of the first token of each image; see :func:`locate_blocks`."""
-    return locate_blocks(input_ids, token_counts, np.full(len(token_counts), image_token_id), (image_token_id,))
-
-
 def locate_blocks(
     input_ids: npt.NDArray[np.integer],
     token_counts: npt.NDArray[np.int64],
-    token_ids: npt.NDArray[np.integer],
+    block_ids: npt.NDArray[np.integer],
     placeholders: Collection[int],
 ) -> npt.NDArray[np.int64]:
     """Finds the index of the first token of each block of placeholders.
@@ -33,14 +26,14 @@ def locate_blocks(
     Args:
         input_ids: (L,) token ids, placeholders expanded.
         token_counts: int64 (N,), tokens of each block, in order of appearance.
-        token_ids: (N,), id of the placeholder of each block.
-        placeholders: Ids of the placeholders of all kinds.
+        block_ids: (sum of ``token_counts``,), ids of the tokens of all blocks, one after another.
+        placeholders: Ids of the placeholders of all kinds, and of the tokens between them.
 
     Returns:
         int64 (N,), ascending.
 
     Raises:
-        ValueError: If the placeholders are not exactly N contiguous runs of these ids and sizes.
+        ValueError: If the placeholders are not exactly N contiguous runs of these ids.
     """
     counts, ids = token_counts, np.asarray(input_ids)
     found = np.flatnonzero(np.isin(ids, list(placeholders)))
@@ -52,9 +45,9 @@ def locate_blocks(
     if len(counts) == 0:
         return np.zeros(0, dtype=np.int64)
     ends = np.cumsum(counts)
-    if len(wrong := np.flatnonzero(ids[found] != np.repeat(token_ids, counts))):
+    if len(wrong := np.flatnonzero(ids[found] != block_ids)):
         at, block = int(found[wrong[0]]), int(np.searchsorted(ends, wrong[0], side="right"))
-        raise ValueError(f"token {at} is id {ids[at]}, but block {block} there consists of id {token_ids[block]}")
+        raise ValueError(f"token {at} is id {ids[at]}, but block {block} has id {block_ids[wrong[0]]} there")
     starts = ends - counts
     broken = np.flatnonzero(found[ends - 1] - found[starts] != counts - 1)
     if len(broken):

@@ -128,12 +128,12 @@ class VideoRules:
     def temporal_step(self, seconds_per_patch: float) -> int:
         """Returns the step of the first axis of positions from one temporal patch of a block to the next.
 
-        Whole seconds count, as in ``get_rope_index`` of the models.
+        Whole seconds of a float32 count, as in ``get_rope_index`` of the models.
 
         Args:
             seconds_per_patch: Seconds of video per temporal patch: ``second_per_grid_ts`` of the processor.
         """
-        return self.tokens_per_second * int(seconds_per_patch) if self.tokens_per_second else 1
+        return self.tokens_per_second * int(np.float32(seconds_per_patch)) if self.tokens_per_second else 1
 
 
 def seconds_per_patch(sampled: int, total: int, rate: float, temporal: int) -> float:

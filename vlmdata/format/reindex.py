@@ -32,7 +32,7 @@ _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
 
 def index_rows_of(
-    directory: Path, number: int, info: ShardInfo, tokens: Mapping[str, int], family: Family
+    directory: Path, number: int, info: ShardInfo, tokens: Mapping[str, tuple[int, ...]], family: Family
 ) -> list[IndexRow] | None:
     """Reads the index rows of a shard's samples from the shard.
 
@@ -40,7 +40,7 @@ def index_rows_of(
         directory: The dataset.
         number: Number of the shard.
         info: The shard in the manifest.
-        tokens: Id of the placeholder of each kind of items.
+        tokens: Ids of placeholders: :attr:`TokenizerInfo.placeholders`.
         family: Family of the samples.
 
     Returns:
@@ -66,7 +66,7 @@ def _row(
     key: str,
     members: list[tarfile.TarInfo],
     shard: int,
-    tokens: Mapping[str, int],
+    tokens: Mapping[str, tuple[int, ...]],
     family: Family,
     placed: dict[ItemName, ItemPlace],
 ) -> IndexRow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +64,12 @@ class ItemTokens:
     token: int  # id of the placeholder
     before: tuple[int, ...]  # ids of the tokens directly before the placeholders
     after: tuple[int, ...]  # ids of the tokens directly after them
+    between: tuple[int, ...] = ()  # ids of other tokens that stand among the placeholders
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids of the tokens of a block between its marks: of the placeholder, and of the others among them."""
+        return self.token, *self.between
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -105,7 +112,17 @@ class TokenizerInfo:
     @property
     def item_ids(self) -> tuple[int, ...]:
         """All ids of the tokens of items."""
-        return tuple(dict.fromkeys(token for item in self.items.values() for token in item.ids))
+        return tuple(dict.fromkeys(token for item in self.items.values() for token in (*item.ids, *item.between)))
+
+    @property
+    def placeholders(self) -> dict[str, tuple[int, ...]]:
+        """Ids of the placeholder of each kind of items, and of the tokens between."""
+        return {kind: item.placeholders for kind, item in self.items.items()}
+
+    @property
+    def all_placeholders(self) -> tuple[int, ...]:
+        """All ids of :attr:`placeholders`."""
+        return tuple(chain.from_iterable(self.placeholders.values()))
 
 
 def special_texts(family: Family) -> dict[str, tuple[str, ...]]:
@@ -119,6 +136,7 @@ def special_texts(family: Family) -> dict[str, tuple[str, ...]]:
     for item in family.items:
         place = f"items.{item.kind}"
         texts |= {f"{place}.before": item.before, f"{place}.token": (item.token,), f"{place}.after": item.after}
+        texts[f"{place}.between"] = item.between
     return texts
 
 
@@ -137,7 +155,7 @@ def special_ids(tokenizer: Tokenizer, family: Family, named: Callable[[str], str
     ids: dict[str, Any] = {"turns.begin": -1}
     for place, texts in special_texts(family).items():
         found = tuple(tokenizer.token_to_id((text in settings and named(settings[text])) or text) for text in texts)
-        ids[place] = found if place.endswith(("before", "after", "response")) else found[0]
+        ids[place] = found if place.endswith(("before", "after", "between", "response")) else found[0]
     # After the turn's start, as in a conversation: some tokenizers put a space before the first word of a text.
     header = tokenizer.encode(chat.turn_start + chat.assistant_header, add_special_tokens=False)
     ids["turns.assistant"] = tuple(header.ids[1:])
@@ -201,6 +219,9 @@ def tokenizer_to_json(info: TokenizerInfo, schema_version: str) -> dict[str, Any
             fields[name] = ids[place][0] if name.startswith("vision") else ids[place]
     elif not fields["turns"]["response"]:
         del fields["turns"]["response"]
+    for item in fields.get("items", {}).values():
+        if not item["between"]:
+            del item["between"]
     if not fields["special_tokens"]:
         del fields["special_tokens"]
     if fields["end_of_text"] < 0:

@@ -11,6 +11,7 @@ import torch
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.context_parallel import chunk_ranges
 from vlmdata.errors import NotFoundError
+from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.packing.arrays import IntArray
 from vlmdata.packing.cost import CostModel
@@ -210,9 +211,10 @@ def _images(batch: PackedBatch, bounds: IntArray, context_parallel: int) -> tupl
     owners, shares = runs.owners.tolist(), runs.grids(grids).prod(axis=1).tolist()
     segments = (np.searchsorted(bounds, starts, side="right") - 1).tolist()
     found = []
-    for number, ((t, h, w), start, segment) in enumerate(zip(grids.tolist(), starts.tolist(), segments, strict=True)):
+    columns = zip(grids.tolist(), starts.tolist(), segments, batch.host.items.are_videos.tolist(), strict=True)
+    for number, ((t, h, w), start, segment, is_video) in enumerate(columns):
         patches, own = t * h * w, slice(first[number], first[number + 1])
-        tokens = patches // batch.family.patches_per_token
+        tokens = int(batch.family.item_tokens(VIDEO if is_video else IMAGE, [(t, h, w)])[0])
         found.append(BatchImage(segment, start, tokens, (t, h, w), patches, tuple(owners[own]), tuple(shares[own])))
     return tuple(found)
 

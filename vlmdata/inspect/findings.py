@@ -95,7 +95,13 @@ class IndexFindings:
     @cached_property
     def image_tokens(self) -> npt.NDArray[np.int64]:
         """Image tokens, int64 (n,)."""
-        return self.index.num_patches.astype(np.int64) // self.family.patches_per_token
+        counts = np.zeros(len(self.index.grids), np.int64)
+        for kind in (item.kind for item in self.family.items):
+            own = self.index.item_kinds == kind
+            counts[own] = self.family.item_tokens(kind, self.index.grids[own])
+        before = np.concatenate([[0], np.cumsum(counts)])
+        of_samples: npt.NDArray[np.int64] = np.diff(before[self.index.grid_offsets])
+        return of_samples
 
     @cached_property
     def low_target_share(self) -> float:
@@ -190,8 +196,7 @@ class ContentCheck:
     def _boxes(self, i: int, sample: Sample, metadata: Mapping[str, Any]) -> Iterator[Finding]:
         """Finds boxes and points that cannot be right, of which there is one finding for the sample."""
         family, ids = self.dataset.family, sample.input_ids[: sample.length]
-        items = [item.token for item in self.dataset.manifest.tokenizer.items.values()]
-        text = self.texts.decode(ids[~np.isin(ids, items)].tolist())
+        text = self.texts.decode(ids[~np.isin(ids, self.dataset.manifest.tokenizer.all_placeholders)].tolist())
         if family.grounding is None or not family.grounding.may_be_in(text):
             return
         pictures = pictures_of(sample.items, self.dataset.index.row(i).item_starts, family, metadata)

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from vlmdata.families import Family
-from vlmdata.families.blocks import Blocks
+from vlmdata.families.blocks import Blocks, are_placeholders
 from vlmdata.families.chat import VIDEO
 from vlmdata.format.schema import Sample
 from vlmdata.format.tokenizer_info import TokenizerInfo
@@ -42,14 +44,15 @@ def item_starts(
     kinds = [(item.kind, item.grid) for item in sample.items]
     if all(kind != VIDEO for kind, _ in kinds):
         return tuple((start,) for start in starts)
-    blocks = Blocks.of(family, kinds, {kind: item.token for kind, item in tokenizer.items.items()})
+    blocks = Blocks.of(family, kinds, tokenizer.placeholders)
     try:
         found = blocks.locate(sample.input_ids[: sample.length]).tolist()
     except ValueError:
         found = []
     made: list[tuple[int, ...]] = []
     for (kind, grid), start, first in zip(kinds, starts, blocks.firsts.tolist(), strict=True):
-        count, patches = grid[1] * grid[2] // family.patches_per_token, grid[0] if kind == VIDEO else 1
+        patches = grid[0] if kind == VIDEO else 1
+        count = int(family.item_tokens(kind, [grid])[0]) // patches
         apart = len(family.expansion(kind).blocks(grid)) > 1
         made.append(
             tuple(found[first : first + patches])
@@ -57,6 +60,21 @@ def item_starts(
             else tuple(start + number * count for number in range(patches))
         )
     return tuple(made)
+
+
+def cells_of(item: ItemShape, family: Family) -> tuple[int, ...] | None:
+    """Returns which merged patch each token of a block of an item shows, in reading order, -1 for none.
+
+    Placeholders stand for merged patches in order; those beyond, and tokens between them, show none. None if each token
+    shows the merged patch of its own number, or the block has several temporal patches.
+    """
+    block = family.expansion(item.kind).blocks(item.grid)[0]
+    shows, merged = are_placeholders(family, item.kind, block), int(np.prod(block)) // family.patches_per_token
+    if (shows.all() and len(shows) == merged) or block[0] > 1:
+        return None
+    numbers = np.cumsum(shows) - 1
+    known = shows & (numbers < merged) & (int(shows.sum()) >= merged)
+    return tuple(np.where(known, numbers, -1).tolist())
 
 
 def frames_of(
@@ -72,7 +90,7 @@ def frames_of(
     """
     if item.kind != VIDEO:
         return ()
-    size, count = family.temporal_patch_size, item.grid[1] * item.grid[2] // family.patches_per_token
+    size, count = family.temporal_patch_size, int(family.item_tokens(VIDEO, [item.grid])[0]) // item.grid[0]
     told = _numbers(source.get("patch_seconds"))
     seconds, numbers = _numbers(source.get("seconds")), _numbers(source.get("frames"))
     return tuple(

@@ -20,7 +20,7 @@ from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.inspect.boxes import BoxDescription, boxes_of, pictures_of, recorded_source, sides_in, tile_of
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
-from vlmdata.inspect.frames import FrameDescription, frames_of, item_starts
+from vlmdata.inspect.frames import FrameDescription, cells_of, frames_of, item_starts
 from vlmdata.inspect.serialise import INLINE
 from vlmdata.inspect.tokens import TokenTexts, TurnSpan, find_turns
 from vlmdata.wording import counted
@@ -72,6 +72,7 @@ class ImageDescription:
     height: int  # in pixels, after resizing
     patches: int
     tokens: int  # in the sequence
+    cells: tuple[int, ...] | None  # merged patch that each of its tokens shows; None if token n shows merged patch n
     start: int  # first token
     source: Mapping[str, Any]  # the image file: format, mode, width, height, normalisations; empty if not recorded
     scale: float | None  # current width divided by the file's; None if not recorded
@@ -194,7 +195,7 @@ class SampleDescriber:
         """Returns the start of the first target of sample ``i``, or of its text without targets."""
         sample, info = self.dataset.as_stored(i, pixels=False), self.dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
-        text = ids[mask] if mask.any() else ids[~np.isin(ids, [item.token for item in info.items.values()])]
+        text = ids[mask] if mask.any() else ids[~np.isin(ids, info.all_placeholders)]
         return self.texts.decode(text[:_FIRST_TOKENS].tolist()).strip()
 
 
@@ -268,12 +269,13 @@ def _spans(
     distinct, inverse = np.unique(ids, return_inverse=True)
     special = np.array([texts.is_special(token) for token in distinct.tolist()])[inverse]
     kind[special & (kind == 0)] = _KINDS.index(SpanKind.SPECIAL)
-    placeholders = np.isin(ids, [item.token for item in info.items.values()])
+    placeholders = np.isin(ids, info.all_placeholders)
     kind[placeholders] = _KINDS.index(SpanKind.IMAGE)
     image_of = np.full(sample.length, -1)
-    for number, (of_item, grid) in enumerate(zip(starts, sample.grid_thw.tolist(), strict=True)):
+    for number, (of_item, item) in enumerate(zip(starts, sample.items, strict=True)):
+        count = int(family.item_tokens(item.kind, [item.grid])[0])
         for start in of_item:
-            image_of[start : start + int(np.prod(grid)) // family.patches_per_token // len(of_item)] = number
+            image_of[start : start + -(-count // len(of_item))] = number
     image_of[~placeholders] = -1
     weights = mask.astype(np.float32) if sample.loss_weights is None else sample.loss_weights[: sample.length]
     marks = np.stack([turn_of, kind, mask, weights, image_of])
@@ -320,7 +322,8 @@ def _images(
                 width=w * family.patch_size,
                 height=h * family.patch_size,
                 patches=t * h * w,
-                tokens=t * h * w // family.patches_per_token,
+                tokens=int(family.item_tokens(sample.items[number].kind, [(t, h, w)])[0]),
+                cells=cells_of(sample.items[number], family),
                 start=of_item[0],
                 source=source,
                 scale=whole / width if isinstance(width, int) and width > 0 else None,

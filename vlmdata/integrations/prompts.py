@@ -16,6 +16,8 @@ import torch
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.errors import UsageError
+from vlmdata.families.blocks import are_placeholders
+from vlmdata.families.chat import IMAGE
 from vlmdata.loader.loader import StreamingLoader
 
 
@@ -64,7 +66,9 @@ class Prompt:
         grids = batch.host.image_grid_thw[batch.host.image_starts < length]
         kept = np.ones(length, np.bool_)
         for start, grid in zip(batch.host.image_starts, grids, strict=False):
-            kept[start + 1 : start + grid.prod() // batch.family.patches_per_token] = False
+            t, h, w = grid.tolist()
+            own = are_placeholders(batch.family, IMAGE, (t, h, w))
+            kept[start : start + len(own)] = np.arange(len(own)) == own.argmax()  # the first one
         if (batch.host.video_starts < length).any():
             raise UsageError(f"sample {batch.sample_keys[0]} has a video, and prompts have images alone")
         bounds = [0, *np.cumsum(grids.prod(axis=1)).tolist()]

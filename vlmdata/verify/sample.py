@@ -108,9 +108,8 @@ def audit_sample(
     if bad_grid is not None:
         return [*findings, ("grid", bad_grid)]  # images of unknown size cannot be checked
     findings += _patches(sample)
-    tokens = {kind: item.token for kind, item in tokenizer.items.items()}
     try:
-        blocks = Blocks.of(rules.family, _items(sample), tokens, steps)
+        blocks = Blocks.of(rules.family, _items(sample), tokenizer.placeholders, steps)
         starts = blocks.locate(sample.input_ids[: sample.length])
     except KeyError as error:
         return [
@@ -333,7 +332,8 @@ def special_names(tokenizer: TokenizerInfo, family: Family) -> dict[str, int]:
     if tokenizer.turns.response and family.chat.tool_response is not None:
         names[family.chat.tool_response[1]] = tokenizer.turns.response[1]
     for item in family.items:
-        names |= dict(zip(item.texts, tokenizer.items[item.kind].ids, strict=True))
+        own = tokenizer.items[item.kind]
+        names |= dict(zip((*item.texts, *item.between), (*own.ids, *own.between), strict=True))
     return names
 
 
@@ -342,7 +342,7 @@ def audit_document(
 ) -> Iterator[tuple[str, str]]:
     """Finds faults in targets and special tokens of a document, as (check, message)."""
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
-    images = tokenizer.items[IMAGE].ids
+    images = (*tokenizer.items[IMAGE].ids, *tokenizer.items[IMAGE].between)
     learned = ~np.isin(ids, images)
     learned[0] = False
     if len(wrong := np.flatnonzero(mask != learned)):

@@ -44,7 +44,8 @@ def summary_payload(describe: SampleDescriber, i: int, why: str = "", thumbnail:
 def sample_payload(sample: SampleDescription) -> dict[str, Any]:
     """Formats everything about a sample except its pixels."""
     tokens = sample.tokens
-    texts = zip((sample.spans[number].kind for number in tokens.spans.tolist()), tokens.texts, strict=True)
+    of_spans = [sample.spans[number] for number in tokens.spans.tolist()]
+    texts = zip(of_spans, tokens.texts, tokens.ids.tolist(), strict=True)
     return {
         "key": one_line(sample.key),
         "index": sample.index,
@@ -64,8 +65,11 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
         "columns": [one_line(f"{name} = {value}") for name, value in sample.columns.items()],
         "spans": [_span(sample, span) for span in sample.spans],
         "tokens": {
-            # All tokens of an image have the same text, which is in their span.
-            "text": [None if kind is SpanKind.IMAGE else visible(text) for kind, text in texts],
+            # Placeholders have the text of their span.
+            "text": [
+                None if span.kind is SpanKind.IMAGE and id == tokens.ids[span.start] else visible(text)
+                for span, text, id in texts
+            ],
             "id": tokens.ids.tolist(),
             "label": tokens.labels.tolist(),
             "mask": tokens.mask.tolist(),

@@ -14,7 +14,7 @@ import torch
 from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
 from vlmdata.errors import UsageError
 from vlmdata.families import Family
-from vlmdata.families.blocks import Blocks
+from vlmdata.families.blocks import Blocks, are_placeholders
 from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
@@ -72,14 +72,14 @@ class SampleBatch:
     def vision_tokens(self) -> torch.Tensor:
         """Returns bool (T,), the placeholders of images and videos."""
         found = torch.zeros(self.batch.total_tokens, dtype=torch.bool)
-        host, factor = self.batch.host, self.batch.family.patches_per_token
+        host, family = self.batch.host, self.batch.family
         grids = [tuple(grid) for grid in host.image_grid_thw.tolist()]
         if len(host.video_grid_thw):  # a family may have no videos
-            expansion = self.batch.family.expansion(VIDEO)
+            expansion = family.expansion(VIDEO)
             grids += [block for grid in host.video_grid_thw.tolist() for block in expansion.blocks(tuple(grid))]
         starts = [*host.image_starts.tolist(), *host.video_block_starts.tolist()]
-        for start, grid in zip(starts, grids, strict=True):
-            found[start : start + int(np.prod(grid)) // factor] = True
+        for start, count in zip(starts, family.token_counts(np.array(grids)).tolist(), strict=True):
+            found[start : start + count] = True
         return found
 
 
@@ -176,7 +176,7 @@ def _batch(
         labels[0, start : end - 1] = own[1:].where(is_target, IGNORE_INDEX)
         mask = sample.loss_mask if sample.loss_weights is None else sample.loss_weights
         weights[0, start : end - 1] = torch.from_numpy(mask[1 : sample.length].astype(np.float32))
-        found.add(sample, start, family, {kind: each.token for kind, each in tokenizer.items.items()})
+        found.add(sample, start, family, tokenizer.placeholders)
     batch = PackedBatch(
         input_ids=ids,
         labels=labels,
@@ -212,7 +212,7 @@ class _Items:
         self._patches: dict[str, list[npt.NDArray[np.uint8]]] = {IMAGE: [], VIDEO: []}
         self._blocks: list[int] = []
 
-    def add(self, sample: Sample, start: int, family: Family, tokens: Mapping[str, int]) -> None:
+    def add(self, sample: Sample, start: int, family: Family, tokens: Mapping[str, tuple[int, ...]]) -> None:
         """Takes the items of a sample that begins at a token."""
         blocks = Blocks.of(family, [(item.kind, item.grid) for item in sample.items], tokens)
         starts = (start + blocks.locate(sample.input_ids[: sample.length])).tolist()
@@ -259,7 +259,9 @@ def _rows(
         for kind, (patch, merged, item) in UNITS_OF.items():
             grids = [each.grid for each in sample.items if each.kind == kind]
             counts[patch] = sum(int(np.prod(grid)) for grid in grids)
-            counts[merged], counts[item] = counts[patch] // batch.family.patches_per_token, len(grids)
+            blocks = [block for grid in grids for block in batch.family.expansion(kind).blocks(grid)]
+            counts[merged] = sum(int(are_placeholders(batch.family, kind, block).sum()) for block in blocks)
+            counts[item] = len(grids)
         spans = {"token": (start, start + sample.length)}
         spans |= {name: (totals[name], totals[name] + count) for name, count in counts.items()}
         found.append(SampleSpans(sample.key, spans))

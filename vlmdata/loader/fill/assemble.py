@@ -157,9 +157,8 @@ def _fill_masked(
     if positions.size:
         positions[:, begin : begin + length] = pack.family.position_ids(length, starts - begin, blocks.grids)
     if "input_ids" in whole:  # models look for an image's placeholders
-        columns = (starts, blocks.counts, blocks.tokens)
-        for start, count, token in zip(*(column.tolist() for column in columns), strict=True):
-            whole["input_ids"][start : start + count] = token
+        for start, count, end in zip(starts.tolist(), blocks.counts.tolist(), ends.tolist(), strict=True):
+            whole["input_ids"][start : start + count] = blocks.ids[end - count : end]
 
 
 def _video_blocks(request: PackRequest, store: ShardStore, input_ids: npt.NDArray[Any]) -> IntArray:

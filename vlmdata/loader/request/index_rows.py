@@ -106,7 +106,7 @@ class IndexedPack:
     cu_seqlens: IntArray  # (segments + 1,), running sum of true lengths
     cu_seqlens_padded: IntArray  # (segments + 1,), start of each segment
     pad_id: int  # token id of padding
-    placeholders: Mapping[str, int]  # token id of the placeholders of each kind of items
+    placeholders: Mapping[str, tuple[int, ...]]  # of each kind of items: see :attr:`TokenizerInfo.placeholders`
     family: Family
 
     @property
@@ -166,7 +166,7 @@ def indexed_pack(plan: EpochPlan, number: int, datasets: Sequence[VlmDataset]) -
         cu_seqlens=_running_sum(samples.lengths, 0 if pack.tail else None),
         cu_seqlens_padded=_running_sum(pack.aligned_lengths, pack.tail or None),
         pad_id=tokenizer.pad,
-        placeholders={kind: item.token for kind, item in tokenizer.items.items()},
+        placeholders=tokenizer.placeholders,
         family=datasets[0].family,
     )
 

@@ -65,12 +65,12 @@ function pictureOf(sample, image) {
   const point = (event) => {
     const area = overlay.getBoundingClientRect();
     const column = Math.floor((event.clientX - area.left) / area.width * across), row = Math.floor((event.clientY - area.top) / area.height * down);
-    if (column >= 0 && row >= 0 && column < across && row < down) setCursor(image.start + row * across + column, "picture");
+    if (column >= 0 && row >= 0 && column < across && row < down) setCursor(tokenOf(image, row * across + column), "picture");
   };
   overlay.addEventListener("pointermove", point);
   overlay.addEventListener("pointerdown", point);
   cursor.listeners.push((index) => {
-    const number = index - image.start, inside = number >= 0 && number < across * down;
+    const number = index >= image.start && index < image.start + image.tokens ? cellOf(image, index) : -1, inside = number >= 0;
     spot.setAttribute("visibility", inside ? "visible" : "hidden");
     if (!inside) return;
     spot.setAttribute("x", merge * (number % across));

@@ -15,6 +15,16 @@ function picturesOf(image) {
 function imageAt(sample, index) {
   return sample.images.flatMap(picturesOf).find((image) => index >= image.start && index < image.start + image.tokens);
 }
+// The merged patch that a token of an image shows, -1 for none, and the token that shows a merged patch.
+const cellOf = (image, index) => {
+  const number = index - image.start, cells = image.grid[1] * image.grid[2] / image.merge ** 2;
+  return image.cells ? image.cells[number] ?? -1 : number < cells ? number : -1;
+};
+const tokenOf = (image, cell) => image.start + (image.cells ? image.cells.indexOf(cell) : cell);
+function tokensAcross(image) {
+  const across = image.grid[2] / image.merge, second = image.cells ? image.cells.indexOf(across) : across;
+  return second > 0 ? second : image.tokens;
+}
 const shownText = (sample, index) => sample.tokens.text[index] ?? sample.spans.find((span) => index < span.stop).text;
 
 function textPanel(sample) {
@@ -65,7 +75,7 @@ function foldOf(sample, span, nodes, folds) {
           box.append(cell);
         }
         const image = imageAt(sample, span.start);
-        const across = image ? image.grid[2] / image.merge : 0;
+        const across = image ? tokensAcross(image) : 0;
         if (image && across <= 60) box.style.setProperty("grid-template-columns", `repeat(${across}, 11px)`);
       }
       box.hidden = !open;
@@ -115,10 +125,10 @@ function showStrip(sample, index) {
     ["mask", `${tokens.mask[index]} ${tokens.mask[index] ? "(target)" : ""}`],
     ...(tokens.weight ? [["weight", tokens.weight[index]]] : []), [tokens.axes.join(" "), tokens.axes.map((axis) => tokens[axis][index]).join(" ")]];
   if (image) {
-    const merge = image.merge, across = image.grid[2] / merge, number = index - image.start;
+    const merge = image.merge, across = image.grid[2] / merge, cell = cellOf(image, index);
     const patches = (place) => (merge > 1 ? `${merge * place}–${merge * (place + 1) - 1}` : place);
     const shown = image.frame ? `, temporal patch ${image.patch}${timesOf(image.frame)}` : "";
-    parts.push([image.kind, `${image.number}${shown}, patch rows ${patches(Math.floor(number / across))}, columns ${patches(number % across)}`]);
+    parts.push([image.kind, `${image.number}${shown}, ${cell < 0 ? "no patches" : `patch rows ${patches(Math.floor(cell / across))}, columns ${patches(cell % across)}`}`]);
   }
   strip.replaceChildren(el("span", { class: "what" }, oneLine(shownText(sample, index)) || "(rest of a character)"),
     ...parts.map(([name, value]) => el("span", {}, el("span", { class: "soft" }, `${name} `), el("b", { data: { field: name } }, value))));
