@@ -381,8 +381,8 @@ def _may_go_short(layer: Any) -> bool:
     config, weight = layer.config, layer.weight
     quantised = config.fp8 or config.fp4 or layer.te_quant_params is not None
     offloaded = config.cpu_offloading or config.fine_grained_activation_offloading
-    # Under torch's FSDP2, weights are plain parameters during a forward pass; only Transformer Engine's mark tells.
-    sharded = layer.fsdp_group is not None or layer.is_fsdp2 or hasattr(weight, "__fsdp_param__")
+    # torch's FSDP2 gathers weights before a call; Transformer Engine treats only quantised ones differently then.
+    sharded = layer.fsdp_group is not None
     spread = layer.tp_size > 1 or getattr(weight, "is_distributed_weight", False)
     later = layer.wgrad_store.delay_wgrad_compute() or any(getattr(layer, each) for each in _OVERLAPS)
     dtypes = {each.dtype for each in layer.parameters(recurse=False)}

@@ -8,6 +8,7 @@ tensor-parallel rank shards its own part (docs/decisions/0064).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,10 +68,30 @@ def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> 
         unit.set_force_sum_reduction_for_comms(True)
         # The gradient of a table of embeddings does not depend on it.
         unit.set_unshard_in_backward(module is not model.language.embedding)
+    _gather_ahead(model)
     return [
         _rows_of(name, parameter, marks[name], spread if _marks_spread(marks[name]) else dense)
         for name, parameter in model.named_parameters()
     ]
+
+
+def _gather_ahead(model: Any) -> None:
+    """Lets each unit of the forward pass gather the next one before it computes.
+
+    Otherwise a unit is gathered when the host calls it, and the device waits where the host is not ahead. Units that
+    the backward pass computes again must not do so: it needs the previous unit next, and gathers that one itself.
+    """
+    chains = [list(model.language.decoder.layers)]
+    if model.vision is not None:
+        chains.append([model.vision, *model.vision.blocks])
+    pairs = [pair for chain in chains for pair in itertools.pairwise(chain)]
+
+    def switch(on: bool) -> None:
+        for unit, following in pairs:
+            unit.set_modules_to_forward_prefetch([following] if on else [])
+
+    model.register_forward_pre_hook(lambda *_: switch(True))
+    model.register_forward_hook(lambda *_: switch(False))
 
 
 def release_parameters(model: nn.Module) -> None:

@@ -258,7 +258,6 @@ def test_without_gradients(engine: PlainEngine, kind: type) -> None:
         {"tp_size": 2},
         {"te_quant_params": object()},
         {"fsdp_group": object()},
-        {"is_fsdp2": True},
         {"weight_names": ["query_weight", "key_weight"]},
         {"wgrad_store": SimpleNamespace(delay_wgrad_compute=lambda: True)},
         *({name: True} for name in linear._OVERLAPS),
@@ -286,11 +285,11 @@ def test_weights_that_need_the_long_way(engine: PlainEngine, kind: type) -> None
         pass
 
     x = torch.randn(4, 3)
-    for mark in ("__fsdp_param__", "is_distributed_weight"):
-        layer = kind()
-        setattr(layer.weight, mark, True)
-        assert layer(x)[0] == "long"
     layer = kind()
+    layer.weight.is_distributed_weight = True
+    assert layer(x)[0] == "long"
+    layer = kind(is_fsdp2=True)
+    layer.weight.__fsdp_param__ = True  # FSDP2 gathers it before a call: it is whole
     assert layer(x)[0] != "long"
     weight = layer._parameters["weight"]
     layer._parameters["weight"] = Shard(weight.data)  # Float8Tensor and DTensor are parameters of a class of their own

@@ -231,3 +231,43 @@ def test_only_one_layer_is_gathered_at_a_time(one_process: None) -> None:
     assert gathered() == 0
     wrapped.finish_grad_sync()
     assert all(own.rows.main_grad.shape == own.rows.shape for own in wrapped.held)
+
+
+def test_a_layer_is_gathered_before_the_one_in_front_of_it_computes(
+    one_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the forward pass. The backward pass gathers none again that it is done with."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from tests.model.helpers import mixed_samples, pack, small_architecture
+    from vlmdata.model.families import spec_of
+    from vlmdata.model.network.settings import ModelSettings
+    from vlmdata.model.training.optimizer.sharded_model import ShardedModel
+
+    architecture = small_architecture(layers=4)
+    settings = ModelSettings(recompute="full", vision_recompute=True)
+    model: Any = spec_of(architecture).build(architecture, settings)
+    wrapped = ShardedModel(model.train(), torch.float32, torch.device("cpu"))
+    seen: list[tuple[str, str]] = []
+    gather: Any = FSDPParamGroup.unshard
+
+    def noted(group: Any, *given: Any) -> None:
+        if group._all_gather_result is None and not group.is_unsharded:
+            seen.append(("gather", group._module_fqn))
+        gather(group, *given)
+
+    monkeypatch.setattr(FSDPParamGroup, "unshard", noted)
+    chains = {"vision.blocks": model.vision.blocks, "language.decoder.layers": model.language.decoder.layers}
+    for name, layers in chains.items():
+        for number, layer in enumerate(layers):
+            inner = next(each for each in layer.modules() if each is not layer)
+            inner.register_forward_pre_hook(lambda *_, name=f"{name}.{number}": seen.append(("compute", name)))
+    output = wrapped(pack(mixed_samples()))
+    forward, seen = seen, seen[:0]
+    output.sum().backward()
+    for name, layers in chains.items():
+        for number in range(len(layers) - 1):
+            following = forward.index(("gather", f"{name}.{number + 1}"))
+            assert following < forward.index(("compute", f"{name}.{number}"))
+        again = [each for kind, each in seen if kind == "gather" and each.startswith(name)]
+        assert again == [f"{name}.{number}" for number in reversed(range(len(layers)))]
