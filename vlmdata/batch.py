@@ -119,7 +119,8 @@ class PackedBatch:
     the patches of videos held here, T the frames per patch where it is a factor of columns. Images and videos stand
     apart, each in order of their tokens, as transformers' models take them (``pixel_values``, ``pixel_values_videos``);
     ``host.items`` has the order of both together. Segments are the samples and, with ``pad_to_capacity`` or in an empty
-    pack, a final segment of padding. Fields of parts that were not requested are None. The loader reuses the memory of
+    pack, a final segment of padding. Fields of parts that were not requested are None (:meth:`holds`), though their
+    type is a tensor: most loaders request all. The loader reuses the memory of
     tensors after the last reference is gone: keep them as long as you like, but do not write to them.
 
     Attributes:
@@ -163,9 +164,9 @@ class PackedBatch:
         masked: Numbers of the samples that were damaged and stand without targets and pixels (``on_damage="mask"``).
     """
 
-    input_ids: torch.Tensor | None
-    labels: torch.Tensor | None
-    loss_mask: torch.Tensor | None
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
     position_ids: torch.Tensor
     padding_mask: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -176,7 +177,7 @@ class PackedBatch:
     image_grid_thw: torch.Tensor
     image_starts: torch.Tensor
     image_indices: torch.Tensor
-    patches: torch.Tensor | None
+    patches: torch.Tensor
     sample_keys: tuple[str, ...]
     origins: tuple[SampleOrigin, ...]
     epoch: int
@@ -186,7 +187,7 @@ class PackedBatch:
     context_parallel: Slice | None = None
     host: HostArrays = None  # type: ignore[assignment]
     family: Family = field(default_factory=lambda: family(DEFAULT_FAMILY))
-    loss_weights: torch.Tensor | None = None
+    loss_weights: torch.Tensor = None  # type: ignore[assignment]
     masked: tuple[int, ...] = ()
     video_grid_thw: torch.Tensor | None = None
     video_starts: torch.Tensor | None = None
@@ -195,7 +196,7 @@ class PackedBatch:
     video_patches: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.loss_weights is None:
+        if not self.holds("loss_weights"):
             object.__setattr__(self, "loss_weights", self.loss_mask)
         if cast(HostArrays | None, self.host) is None:
             tensors = {each.name: getattr(self, each.name) for each in dataclasses.fields(HostArrays)}
@@ -214,6 +215,10 @@ class PackedBatch:
             f"samples={self.num_samples}, tokens={self.true_tokens} of {self.total_tokens}, "
             f"images={len(self.host.image_grid_thw)}{videos}{held}, device={str(self.position_ids.device)!r})"
         )
+
+    def holds(self, field: str) -> bool:
+        """Returns False for a field of a part that was not requested, and for videos in a pack without any."""
+        return getattr(self, field) is not None
 
     @property
     def num_samples(self) -> int:
@@ -332,19 +337,15 @@ class PackedBatch:
             changed["video_runs"] = torch.from_numpy(held.videos).to(device)
             changed["video_patches"] = _take_runs(self.video_patches, self.host.video_grid_thw, held.videos)
 
-        def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.index_select(1, tokens)
-
-        mask = take(self.loss_mask)
+        of_tokens = ("input_ids", "labels", "loss_mask", "loss_weights", "padding_mask")
+        changed |= {name: getattr(self, name).index_select(1, tokens) for name in of_tokens if self.holds(name)}
+        if self.loss_weights is self.loss_mask:
+            changed["loss_weights"] = changed.get("loss_mask")
+        if self.holds("patches"):
+            changed["patches"] = _take_runs(self.patches, grids, images)
         return dataclasses.replace(
             self,
-            input_ids=take(self.input_ids),
-            labels=take(self.labels),
-            loss_mask=mask,
-            loss_weights=mask if self.loss_weights is self.loss_mask else take(self.loss_weights),
-            padding_mask=self.padding_mask.index_select(1, tokens),
             image_indices=torch.from_numpy(held.images).to(device),
-            patches=_take_runs(self.patches, grids, images),
             context_parallel=Slice(rank, size),
             host=dataclasses.replace(self.host, image_indices=held.images, video_runs=held.videos),
             **changed,

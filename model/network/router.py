@@ -34,7 +34,7 @@ class RouterState:
         Raises:
             ValueError: If the batch has no labels, and is trained on.
         """
-        if batch.labels is None:
+        if not batch.holds("labels"):
             if not torch.is_grad_enabled():
                 return
             raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 import vlmdata.inspect.run
 from tests.chat_rows import write_jsonl
@@ -23,6 +24,7 @@ from vlmdata import Blend, LoaderConfig, StreamingLoader, open_dataset
 from vlmdata.errors import UsageError
 from vlmdata.loader import config as declared
 from vlmdata.loader.config import Packing, Parallelism, Reading, loader_options
+from vlmdata.loader.option_types import LoaderOptions
 from vlmdata.loader.run_record import RunRecord
 from vlmdata.packing.cost import cost_model
 
@@ -61,6 +63,29 @@ def test_every_option_says_what_it_means() -> None:
         assert re.fullmatch(r"[A-Z].*\.", option.help), option.name
     assert {"capacity", "dp_size", "timeout"} <= set(inspect.signature(StreamingLoader).parameters)
     assert str(inspect.signature(StreamingLoader).parameters["timeout"]) == "timeout: 'float' = 120.0"
+
+
+def test_type_checkers_know_every_option() -> None:
+    """A misspelt keyword, or one of another type, is an error of mypy. So is an attribute that a loader has not."""
+    types = {name: each.__forward_arg__ for name, each in LoaderOptions.__annotations__.items()}
+    assert types == {name: each.annotation for name, each in loader_options().items()}
+    for function in (StreamingLoader.__init__, LoaderConfig.of, LoaderConfig.with_options):
+        assert function.__annotations__["options"] == "Unpack[LoaderOptions]"
+
+
+def test_code_that_takes_a_loader_for_a_dataloader_is_told_what_to_give(chat: Path) -> None:
+    from accelerate import Accelerator
+
+    with StreamingLoader(chat, **SIZES) as loader:
+        with pytest.raises(AttributeError, match=r"'dataset'\. .* give DataLoader\(loader\.as_dataset\(\), "):
+            Accelerator(cpu=True).prepare_data_loader(loader)
+        for given in (DataLoader(loader), DataLoader(loader, batch_size=None)):
+            with pytest.raises(TypeError, match=r"not subscriptable\. .*as_dataset"):
+                next(iter(given))
+        with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
+            loader.nonsense  # noqa: B018
+        assert not hasattr(loader, "batch_size")
+        assert next(iter(DataLoader(loader.as_dataset(), batch_size=None))).holds("input_ids")
 
 
 def test_keywords_make_a_configuration(chat: Path) -> None:

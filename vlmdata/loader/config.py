@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from numbers import Real
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY
+from vlmdata.loader.option_types import LoaderOptions
 from vlmdata.packing.alignment import alignment
 from vlmdata.packing.config import Blend, Change, LastStep, PlanConfig, Stage
 from vlmdata.packing.cost import CostModel, chosen_cost
@@ -258,7 +259,7 @@ class LoaderConfig:
         self.plan_config()  # checks the limits of packing
 
     @classmethod
-    def of(cls, **options: Any) -> LoaderConfig:
+    def of(cls, **options: Unpack[LoaderOptions]) -> LoaderConfig:
         """Creates a configuration from options by name, in any group.
 
         Raises:
@@ -271,7 +272,7 @@ class LoaderConfig:
             raise UsageError(f"{' and '.join(missing)} must be given")
         return cls(**{name: _GROUPS[name](**values) for name, values in groups.items()})
 
-    def with_options(self, **options: Any) -> LoaderConfig:
+    def with_options(self, **options: Unpack[LoaderOptions]) -> LoaderConfig:
         """Returns a copy with other values for some options, by name.
 
         Raises:

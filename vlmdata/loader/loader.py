@@ -7,11 +7,10 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -20,16 +19,25 @@ from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
 from vlmdata.loader.data import locations_of, open_data, require_one_tokenizer
-from vlmdata.loader.feed.iteration import LoaderDataset, LoaderIterator, OneThread
+from vlmdata.loader.feed.iteration import LoaderDataset, LoaderIterator, NoDataLoader, OneThread
 from vlmdata.loader.feed.pipeline import Filler
 from vlmdata.loader.feed.session import CurrentSession, LoadedBatch, Session
 from vlmdata.loader.fill.filler import FillerHere, FillerInWorkers
 from vlmdata.loader.mixture import mixture_in
+from vlmdata.loader.option_types import LoaderOptions
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.request.index_rows import named_samples, sample_table
 from vlmdata.loader.request.pack_request import EpochPlans, PackImages, RankStream
 from vlmdata.loader.saved_versions import saved_versions
-from vlmdata.loader.state import DamagedSample, Position, SampleId, require_few, restore, saved_state
+from vlmdata.loader.state import (
+    DamagedSample,
+    LoaderStats,
+    Position,
+    SampleId,
+    require_few,
+    restore,
+    saved_state,
+)
 from vlmdata.media.codecs import require_codecs
 from vlmdata.packing.config import Stage
 from vlmdata.packing.plan.epoch import EpochPlan
@@ -41,27 +49,7 @@ _log = logging.getLogger("vlmdata.loader.damage")
 Location = str | PathLike[str]
 
 
-@dataclass(frozen=True)
-class LoaderStats:
-    """Counts of a loader since its creation.
-
-    Attributes:
-        batches: Batches returned.
-        tokens: True tokens in these batches (of whole packs).
-        bytes_read: Bytes read from shards, or received from a service, for these batches.
-        wait_seconds: Time the consumer waited for batches.
-        damaged: Samples that are masked because their bytes changed (``on_damage="mask"``), those of a loaded state
-            included.
-    """
-
-    batches: int = 0
-    tokens: int = 0
-    bytes_read: int = 0
-    wait_seconds: float = 0.0
-    damaged: tuple[DamagedSample, ...] = ()
-
-
-class StreamingLoader:
+class StreamingLoader(NoDataLoader):
     """Streams packed batches from one or several dataset directories.
 
     One pass of the iterator is one epoch; the next pass is the next epoch. A pass that was left early continues where
@@ -92,7 +80,12 @@ class StreamingLoader:
     """
 
     @takes_loader_options
-    def __init__(self, data: Location | Sequence[Location], config: LoaderConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        data: Location | Sequence[Location],
+        config: LoaderConfig | None = None,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
         if not isinstance(config, LoaderConfig | None):
             raise UsageError(f"config is {config!r}; it must be a LoaderConfig. Give single options by name")
         self.config = LoaderConfig.of(**options) if config is None else config.with_options(**options)

@@ -57,6 +57,26 @@ class DamagedSample:
         return f"{self.file}: row {self.row} key {self.key}"
 
 
+@dataclass(frozen=True)
+class LoaderStats:
+    """Counts of a loader since its creation.
+
+    Attributes:
+        batches: Batches returned.
+        tokens: True tokens in these batches (of whole packs).
+        bytes_read: Bytes read from shards, or received from a service, for these batches.
+        wait_seconds: Time the consumer waited for batches.
+        damaged: Samples that are masked because their bytes changed (``on_damage="mask"``), those of a loaded state
+            included.
+    """
+
+    batches: int = 0
+    tokens: int = 0
+    bytes_read: int = 0
+    wait_seconds: float = 0.0
+    damaged: tuple[DamagedSample, ...] = ()
+
+
 def require_few(damaged: Sequence[DamagedSample], most: int) -> None:
     """Raises a DatasetFormatError that names all masked samples, if there are more than ``most``."""
     if len(damaged) > most:

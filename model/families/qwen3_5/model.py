@@ -47,7 +47,7 @@ class Qwen35VL(VisionLanguageModel):
         return (*targets, TargetRows(labels, self._next_of(batch.loss_weights, index, fill=0)))
 
     def _predicts(self, batch: PackedBatch) -> bool:
-        return self.mtp and (batch.labels is not None or not self.post_process)
+        return self.mtp and (batch.holds("labels") or not self.post_process)
 
     def _tokens_wanted(self, batch: PackedBatch, index: PackIndex) -> IntArray:
         return np.concatenate([index.local, index.following]) if self._predicts(batch) else index.local

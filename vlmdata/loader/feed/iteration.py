@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.utils.data
@@ -61,6 +61,29 @@ class LoaderIterator[Item](Iterator[Item]):
             raise
         finally:
             self.taking = False
+
+
+#: Attributes that frameworks take from a ``DataLoader``.
+_OF_DATALOADERS = ("dataset", "batch_size", "batch_sampler", "sampler", "collate_fn", "drop_last")
+_REMEDY = (
+    "It yields finished batches of this rank: iterate over it as it is. Where a DataLoader is wanted, give "
+    "DataLoader(loader.as_dataset(), batch_size=None)"
+)
+
+
+class NoDataLoader:
+    """Says what to do to code that takes a loader for torch's ``DataLoader``, or for a dataset of single samples."""
+
+    if not TYPE_CHECKING:  # a checker would take any attribute for granted
+
+        def __getattr__(self, name: str) -> NoReturn:
+            remedy = f". {_REMEDY}" if name in _OF_DATALOADERS else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{remedy}", name=name, obj=self
+            )
+
+        def __getitem__(self, index: object) -> NoReturn:
+            raise TypeError(f"{type(self).__name__!r} object is not subscriptable. {_REMEDY}")
 
 
 class _Loader(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,11 +101,11 @@ def _batch_of(request: PackRequest, buffer: npt.NDArray[np.uint8], masked: tuple
     host = _host_arrays(request, fields.get("video_block_starts"))
     videos = {name: torch.from_numpy(getattr(host, name)) for name in VIDEO_ARRAYS} if len(host.video_starts) else {}
     origins = (column.tolist() for column in (samples.dataset, samples.shard, samples.row, samples.index))
+    by_part: dict[str, Any] = {
+        name: fields.get(name)
+        for name in ("input_ids", "labels", "loss_mask", "loss_weights", "patches", "video_patches")
+    }
     return PackedBatch(
-        input_ids=fields.get("input_ids"),
-        labels=fields.get("labels"),
-        loss_mask=fields.get("loss_mask"),
-        loss_weights=fields.get("loss_weights"),
         position_ids=fields["position_ids"],
         padding_mask=fields["padding_mask"],
         cu_seqlens=torch.from_numpy(pack.cu_seqlens.astype(np.int32)),
@@ -115,9 +116,8 @@ def _batch_of(request: PackRequest, buffer: npt.NDArray[np.uint8], masked: tuple
         image_grid_thw=torch.from_numpy(host.image_grid_thw),
         image_starts=torch.from_numpy(host.image_starts),
         image_indices=torch.from_numpy(host.image_indices),
-        patches=fields.get("patches"),
+        **by_part,
         **videos,
-        video_patches=fields.get("video_patches"),
         sample_keys=samples.keys,
         origins=tuple(map(SampleOrigin, *origins)),
         epoch=request.position.epoch,
