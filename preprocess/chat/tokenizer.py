@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import combinations
@@ -32,6 +33,7 @@ from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 from vlmdata.preprocess.chat.bounded import not_ending
 from vlmdata.preprocess.chat.template_files import ChosenTemplate, chosen_template, read_json
 from vlmdata.preprocess.config import EMBEDDED
+from vlmdata.preprocess.hub import hub_or_cache
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
@@ -133,6 +135,11 @@ def load_tokenizer(
     Raises:
         SourceError: If the tokenizer cannot be loaded, is not fast, or lacks special tokens of the family.
     """
+    with nullcontext() if name == EMBEDDED or Path(name).exists() else hub_or_cache():
+        return _read_tokenizer(name, revision, family_name)
+
+
+def _read_tokenizer(name: str, revision: str | None, family_name: str) -> ChatTokenizer:
     try:
         hf = _loaded(name, revision)
     except (OSError, ValueError, ImportError) as error:

@@ -12,11 +12,14 @@ from typing import Any
 
 from vlmdata.errors import SourceError, with_causes
 from vlmdata.format.manifest import canonical_hash
+from vlmdata.preprocess.hub import hub_or_cache
 from vlmdata.preprocess.sources.data_files import DataFile, relative_name
 from vlmdata.preprocess.sources.identity import identify, mark_of
 from vlmdata.preprocess.sources.kinds import choose_split
 from vlmdata.preprocess.sources.rows import Source
 from vlmdata.preprocess.sources.tables import decode_json
+
+_OFFLINE = "no network, or HF_HUB_OFFLINE is set"
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,16 +246,17 @@ class HubDataset:
 @contextmanager
 def _hub_errors(what: str) -> Iterator[None]:
     """Converts the various failures of ``datasets`` to one line with a remedy."""
-    try:
-        yield
-    except Exception as error:
-        raise SourceError(f"{what}: {_problem(error)}") from error
+    with hub_or_cache() as silence:
+        try:
+            yield
+        except Exception as error:
+            raise SourceError(f"{what}: {_problem(error, silence)}") from error
 
 
-def _problem(error: Exception) -> str:
-    if any(_is_of_network(each) for each in with_causes(error)):
+def _problem(error: Exception, silence: str) -> str:
+    if silence or any(_is_of_network(each) for each in with_causes(error)):
         return (
-            "not a local path, and the Hugging Face hub cannot be reached (no network, or HF_HUB_OFFLINE is set). "
+            f"not a local path, and the Hugging Face hub cannot be reached ({silence or _OFFLINE}). "
             "Connect, or download the dataset elsewhere and give its folder."
         )
     return (

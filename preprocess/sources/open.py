@@ -78,14 +78,28 @@ def open_source(
         source = _remote(spec, split, hash_source)
     elif (path := Path(spec)).exists() or glob.has_magic(spec):
         source = _local(path, split, config_name, hash_source, image_root)
-    elif _HUB_ID.fullmatch(spec) and kind_of(spec) is None:
+    elif _HUB_ID.fullmatch(spec) and kind_of(spec) is None and not _is_in_folder(path):
         source = _hub(HubDataset.find(spec, split, config_name, revision))
     else:
-        raise SourceError(f"SOURCE {spec}: no such file or folder, and not a hub dataset id either")
+        raise SourceError(f"SOURCE {spec}: no such file or folder{_why_not_asked(spec, path)}")
     if source.num_rows == 0:
         raise SourceError(f"SOURCE {spec}: it has no rows")
     numbers = source.numbers if limit is None else source.numbers[:limit]
     return dataclasses.replace(source, numbers=numbers, identity={**source.identity, "rows": len(numbers)})
+
+
+def _is_in_folder(path: Path) -> bool:
+    """Returns whether a path that does not exist names a folder that does: it is mistyped, not the id of a dataset."""
+    return len(path.parts) > 1 and path.parent.is_dir()
+
+
+def _why_not_asked(spec: str, path: Path) -> str:
+    if not (_is_in_folder(path) and _HUB_ID.fullmatch(spec)):
+        return ", and not a hub dataset id either"
+    return (
+        f" in the folder {path.parent}. Correct the name; if a dataset of the hub is meant, start the command where "
+        f"there is no folder {path.parent}."
+    )
 
 
 def _demo(recipe: str, rows: int, on_row: Callable[[int], None] | None) -> Source:

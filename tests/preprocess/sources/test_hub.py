@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,9 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Features, Value
 from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import constants
 
 from tests.object_store import forget_file_systems
 from vlmdata.errors import SourceError
+from vlmdata.preprocess import hub as hub_module
+from vlmdata.preprocess.chat.tokenizer import load_tokenizer
 from vlmdata.preprocess.sources.open import open_source
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -106,3 +110,30 @@ def test_a_file_by_its_address(hub):
     source = open_source(address)
     assert [source.row(n).values["n"] for n in range(3)] == [1, 2, 3]
     assert source.identity["files"][0]["etag"] == "blob of a.parquet"
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(hub_module, "_SECONDS", 0.2)
+        for _ in range(2):
+            with pytest.raises(SourceError, match=r"cannot be reached \(no answer of http://127.0.0.1:\d+ in 0.2 s;"):
+                open_source("someone/rows")
+        with pytest.raises(SourceError, match="--tokenizer someone/model: cannot load it from the hub"):
+            load_tokenizer("someone/model")
+        server.setblocking(False)
+        server.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_mistyped_path_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.delattr(datasets, "load_dataset_builder")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for spec in ("data/chats", f"{tmp_path}/x", "./x", "data/", "~/x", "a/b/c"):
+        message = "no such file or folder in the folder data. Correct the name" if spec == "data/chats" else "SOURCE"
+        with pytest.raises(SourceError, match=message):
+            open_source(spec)
