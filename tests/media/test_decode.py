@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -168,6 +169,29 @@ def test_truncated_files(format: str, share: float) -> None:
 @pytest.mark.parametrize("data", [b"not an image at all", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"\0" * 500])
 def test_bytes_that_are_no_image(data: bytes) -> None:
     assert rejection(data).reason in (Reason.NOT_AN_IMAGE, Reason.TRUNCATED_IMAGE)
+
+
+def psd(depth: int = 8, layers: bytes = b"") -> bytes:
+    """A Photoshop file of 5x4 grey pixels in three planes, with a section of layers."""
+    header = struct.pack(">4sH6xHIIHH", b"8BPS", 1, 3, 4, 5, depth, 3)
+    section = struct.pack(">I", len(layers)) + layers if layers else b""
+    return header + bytes(8) + struct.pack(">I", len(section)) + section + bytes(2) + b"\x80" * 60
+
+
+def test_the_picture_of_a_psd_whose_layers_cannot_be_read() -> None:
+    for data in (psd(), psd(layers=struct.pack(">h", 1000) + bytes(50))):
+        image = decode(data)
+        assert (image.file_format, image.file_size, image.pixels.shape) == ("PSD", (5, 4), (4, 5, 3))
+        assert (image.pixels == 0x80).all()
+
+
+@pytest.mark.parametrize("form", ["dds", "psd"])
+def test_forms_that_pillow_does_not_read_are_named(form: str) -> None:
+    dds = bytearray(save(Image.new("RGB", (8, 8)), "DDS"))
+    dds[80:88] = struct.pack("<I4s", 4, b"ABCD")
+    error = rejection(bytes(dds) if form == "dds" else psd(depth=32))
+    assert error.reason is Reason.UNSUPPORTED_IMAGE
+    assert re.search(r"(a texture .*|a Photoshop file) that does not open .*Convert it to", str(error))
 
 
 def test_no_bytes() -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import io
 import re
-import struct
 import threading
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -133,9 +131,11 @@ def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
         found = re.search(r"\((\d+) pixels\)", str(error))
         pixels = found[1] if found else f"over {2 * max_source_pixels}"
         raise MediaError(Reason.IMAGE_TOO_LARGE, f"{what}: {pixels} pixels, {_over(max_source_pixels)}") from error
-    except UnidentifiedImageError:
+    except (UnidentifiedImageError, NotImplementedError):  # the second of a pixel format that a plugin does not know
         raise _not_opened(data, recognise(data), what) from None
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # as in decode_image
         raise MediaError(
             Reason.TRUNCATED_IMAGE,
             f"{what}: the header of {counted(len(data), 'byte')} does not parse: {type(error).__name__}: {error}",
@@ -202,7 +202,7 @@ _pillow_limit = _PillowLimit()
 def _normalise(image: Image.Image, what: str) -> DecodedImage:
     file_format, mode, size = image.format or "unknown", image.mode, image.size
     steps = []
-    if getattr(image, "n_frames", 1) > 1:
+    if _frames(image) > 1:
         steps.append("first_frame")  # Image.open selects frame 0
     if _orientation(image) not in (None, 1):
         image = ImageOps.exif_transpose(image)
@@ -217,6 +217,13 @@ def _normalise(image: Image.Image, what: str) -> DecodedImage:
         image = image.convert("RGB")
         steps.append("mode")
     return DecodedImage(_memory(image), file_format, mode, size, tuple(steps))
+
+
+def _frames(image: Image.Image) -> int:
+    try:
+        return int(getattr(image, "n_frames", 1))
+    except Exception:  # of a frame after the first, such as a layer of a PSD, whose first is the whole picture
+        return 1
 
 
 def _memory(image: Image.Image) -> npt.NDArray[np.uint8]:

@@ -48,6 +48,8 @@ SVG = _picture("an SVG drawing", "Render it to PNG: rsvg-convert a.svg -o a.png"
 PDF = _picture("a PDF document", "Render its pages to images: pdftoppm -png a.pdf a")
 POSTSCRIPT = _picture("a PostScript (EPS) drawing", "Render it to PNG: gs -o a.png -sDEVICE=png16m -r150 a.eps")
 METAFILE = _picture("a Windows metafile (WMF or EMF)", "Render it to PNG")
+TEXTURE = _picture("a texture (DDS or BLP) that does not open", "Convert it to PNG: magick a.dds a.png")
+PHOTOSHOP = _picture("a Photoshop file that does not open", "Convert it to 8-bit PNG: magick 'a.psd[0]' a.png")
 VIDEO = _other("a video", "Extract its frames: ffmpeg -i a.mp4 a-%04d.png")
 AUDIO = _other("a sound file", "Remove it from the data")
 HTML = _other("a web page (HTML)", "It is probably an error page saved in place of the file; download the file again")
@@ -69,6 +71,11 @@ _STARTS: Mapping[bytes, Found] = {
     b"\xff\x0a": JPEG_XL,
     b"\x00\x00\x00\x0cJXL \r\n\x87\n": JPEG_XL,
     b"%!PS": POSTSCRIPT,
+    b"DDS ": TEXTURE,
+    b"BLP1": TEXTURE,
+    b"BLP2": TEXTURE,
+    b"8BPS": PHOTOSHOP,
+    b"8BPB": PHOTOSHOP,
     b"\xc5\xd0\xd3\xc6": POSTSCRIPT,
     b"\x1a\x45\xdf\xa3": VIDEO,  # Matroska and WebM
     b"FLV\x01": VIDEO,
