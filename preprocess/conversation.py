@@ -181,6 +181,7 @@ class Message:
         loss_weight: Weight of the turn's targets in the loss, at least 0; 0 means the turn is not learned. Assistant
             turns only. None means 1, with the choice of turns left to ``--train-turns``.
         call_id: The ``id`` of the call that a tool turn responds to, if known.
+        tool_name: The name of the tool that responds in a tool turn, if known.
     """
 
     role: Role
@@ -189,6 +190,7 @@ class Message:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     loss_weight: float | None = None
     call_id: str | None = None
+    tool_name: str | None = None
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

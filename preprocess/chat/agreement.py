@@ -7,6 +7,7 @@ the data's text would teach something that is not in the data. So every row is c
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +55,22 @@ def require_conversation(
     _require_tools(conversation, text)
     for number, stretch in enumerate(_stretches(conversation)):
         _require_stretch(number, stretch, text, tokens, turns, tokenizer)
+    if tokenizer.info.turns.response:
+        _require_names(conversation, text, tokens, tokenizer.info.turns.response)
+
+
+def _require_names(conversation: Conversation, text: str, tokens: Tokens, marks: tuple[int, ...]) -> None:
+    """Checks that each response has the name of its tool, where templates write it."""
+    starts, ends = (tokens.starts[tokens.places(mark)].tolist() for mark in marks)
+    calls: Sequence[Mapping[str, Any]] = ()
+    names = []
+    for message in conversation.messages:
+        calls = calls if message.role == "tool" else message.tool_calls
+        names += [called_name(message, calls)] if message.role == "tool" else []
+    for name, end in zip(names, ends, strict=True):
+        written = text[starts[bisect_left(starts, end) - 1] : end]
+        if name is not None and name not in written:
+            raise template_error(f"wrote {excerpt(written, 60)!r} as a response of the tool {name!r}")
 
 
 def _require_tools(conversation: Conversation, text: str) -> None:
@@ -83,12 +100,26 @@ def require_ids(conversation: Conversation) -> None:
     for number, message in enumerate(conversation.messages, start=1):
         if message.role != "tool":
             calls = message.tool_calls
-        elif [call.get("id") for call in calls].count(message.call_id) != 1:
+        elif called_name(message, calls) is None:
             raise template_error(
                 f"writes the name of a tool with its response, and message {number} has tool_call_id "
-                f"{message.call_id!r}, which is the id of no call before it, or of several. Give each call an id, and "
-                "each response the tool_call_id of its call"
+                f"{message.call_id!r}, which is the id of no call before it, or of several"
+                + (f", or of another tool than {message.tool_name!r}" if message.tool_name is not None else "")
+                + ". Give each call an id, and each response the tool_call_id of its call, or the name of its tool"
             )
+
+
+def called_name(response: Message, calls: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the name of the tool that responds; None if the message does not tell it.
+
+    Templates take the name of the call with the response's id, where none equals none, else the response's name.
+    """
+    named = [call.get("name") for call in calls if call.get("id") == response.call_id]
+    told = response.tool_name
+    if len(named) == 1 and told in (None, named[0]):
+        return named[0]
+    known = told is not None and any(call.get("name") == told for call in calls)
+    return told if known and response.call_id is None and set(named) <= {told} else None
 
 
 def remedy_for_calls(conversation: Conversation, family: Family) -> str:

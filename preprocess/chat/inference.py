@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from vlmdata.preprocess.chat.bounded import bounded
 from vlmdata.preprocess.chat.targets import Turn
 from vlmdata.preprocess.chat.template_arguments import names_read
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
@@ -48,9 +49,10 @@ def _opens_block(tokenizer: ChatTokenizer, arguments: str, after_tool: bool) -> 
 
     def opens(**other: bool) -> bool | None:
         try:
-            text = tokenizer.hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **other, **given
-            )
+            with bounded(len(messages)):
+                text = tokenizer.hf.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **other, **given
+                )
         except Exception:  # the template refuses tools, or the argument
             return None
         return str(text).rstrip().endswith(mark)

@@ -55,6 +55,12 @@ def require_words(answer: Message, turn: Turn, text: str, number: int, think: tu
             f"wrote a think block in assistant turn {number}, and the one in the message's text after it; give "
             "that reasoning as reasoning_content"
         )
+    if think and block and (found := [mark.strip() for mark in think if mark.strip() in (answer.reasoning or "")]):
+        raise RowRejected(
+            Reason.MALFORMED_MESSAGES,
+            f"the reasoning_content of assistant turn {number} has {found[0]}, which the chat template writes around "
+            f"it: {excerpt(answer.reasoning, 60)!r}. Give it without think tags",
+        )
     for part, written in ((words, said), (reasoning, block if turn.reasoning and block else None)):
         if written is not None and missing_piece([part], written) is not None:
             lost = missing_piece(_between_marks(part, think), written) or part

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from vlmdata.families.chat import IMAGE, VIDEO
@@ -19,7 +19,16 @@ from vlmdata.preprocess.chat.bounded import TemplateTooLong, bounded
 from vlmdata.preprocess.chat.template_arguments import require_arguments
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
 from vlmdata.preprocess.config import SpecialText, VideoLayout
-from vlmdata.preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message, TextPart, VideoPart
+from vlmdata.preprocess.conversation import (
+    ContentPart,
+    Conversation,
+    Document,
+    ImagePart,
+    Message,
+    Role,
+    TextPart,
+    VideoPart,
+)
 from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
@@ -196,7 +205,7 @@ class Renderer:
         return re.compile(f"(?!{allowed})(?:{openings})" if allowed else openings)
 
     def _apply(self, conversation: Conversation, edit: Callable[[str], str]) -> str:
-        messages = [_template_message(message, edit) for message in conversation.messages]
+        messages = [_template_message(message, edit, self.tokenizer) for message in conversation.messages]
         tools = [_edit(tool, edit) for tool in conversation.tools] or None
         given = {name: _edit(value, edit) for name, value in conversation.template_arguments.items()}
         try:
@@ -248,9 +257,28 @@ class _Pieces:
                 self.add_token(token)
 
 
-def _template_message(message: Message, edit: Callable[[str], str]) -> dict[str, Any]:
+@cache
+def _joins_parts(tokenizer: ChatTokenizer, role: Role) -> bool:
+    """Whether the template joins several texts of a message itself. Templates for text alone print the list."""
+    parts = [{"type": "text", "text": text} for text in ("First.", "Second.")]
+    question, answer = ({"role": each, "content": "Other."} for each in ("user", "assistant"))
+    message = {"role": role, "content": parts}
+    talk = {"user": [message], "assistant": [question, message], "system": [message, question, answer]}.get(role)
+    if talk is None:
+        return False  # responses of tools: their texts are one value
+    try:
+        with bounded(4):
+            written = str(tokenizer.hf.apply_chat_template(talk, tokenize=False))
+    except Exception:
+        return False
+    first, _, second = written.partition("First.")[2].partition("Second.")
+    return not first.strip() and "Second." in written and not second.startswith(("'", '"'))
+
+
+def _template_message(message: Message, edit: Callable[[str], str], tokenizer: ChatTokenizer) -> dict[str, Any]:
     content: Any
-    if all(isinstance(part, TextPart) for part in message.parts):
+    only_text = all(isinstance(part, TextPart) for part in message.parts)
+    if only_text and (len(message.parts) < 2 or not _joins_parts(tokenizer, message.role)):
         content = edit(message.text)
     else:
         content = [_template_part(part, edit) for part in message.parts]
@@ -261,6 +289,8 @@ def _template_message(message: Message, edit: Callable[[str], str]) -> dict[str,
         rendered["tool_calls"] = [_template_call(_edit(call, edit)) for call in message.tool_calls]
     if message.call_id is not None:
         rendered["tool_call_id"] = edit(message.call_id)
+    if message.tool_name is not None:
+        rendered["name"] = edit(message.tool_name)
     return rendered
 
 
@@ -308,8 +338,7 @@ def _strings(conversation: Conversation) -> Iterator[tuple[str, str]]:
             yield where, message.reasoning
         if message.tool_calls:
             yield from ((where, text) for text in _nested_strings(message.tool_calls))
-        if message.call_id is not None:
-            yield where, message.call_id
+        yield from ((where, told) for told in (message.call_id, message.tool_name) if told is not None)
     yield from (("tools", text) for text in _nested_strings(conversation.tools))
     arguments = conversation.template_arguments.values()
     yield from (("chat_template_kwargs", text) for value in arguments for text in _nested_strings(value))

@@ -170,7 +170,7 @@ def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer, remedy: str 
     for first, stop in bounds:
         if not text.startswith(opening, at := int(tokens.starts[first])):
             continue
-        for begin, end in marks.spoken(tokens.ids[first:stop]):
+        for begin, end in marks.spoken(tokens.ids[first:stop], tokenizer.info.item_ids):
             body = int(tokens.starts[first + begin]) if begin else at + len(opening)
             turns.append(_said(text, tokens, range(first + begin, first + end), body, tokenizer))
     return turns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -58,7 +58,7 @@ class TemplateNames:
 @cache
 def names_read(templates: tuple[str, ...]) -> TemplateNames | None:
     """Returns the names that templates read; None if one cannot be parsed."""
-    from jinja2 import TemplateSyntaxError, meta, nodes
+    from jinja2 import TemplateSyntaxError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
@@ -69,7 +69,7 @@ def names_read(templates: tuple[str, ...]) -> TemplateNames | None:
         parsed = [environment.parse(_GENERATION.sub("", template)) for template in templates]
     except TemplateSyntaxError:  # an extension that is not known here
         return None
-    read = set().union(*map(meta.find_undeclared_variables, parsed)) - environment.globals.keys() - _GIVEN
+    read = set().union(*(_Reads(each).found for each in parsed)) - environment.globals.keys() - _GIVEN
     read = {name for name in read if not _BUILT_IN.fullmatch(name)}
     names = [name for each in parsed for name in each.find_all(nodes.Name)]
     return TemplateNames(frozenset(read), frozenset(read - {name.name for name in names if name.ctx != "load"}))
@@ -77,6 +77,55 @@ def names_read(templates: tuple[str, ...]) -> TemplateNames | None:
 
 def _not_computed(*_: Any, **__: Any) -> Any:
     raise ValueError
+
+
+class _Reads:
+    """The names that a template may read before it sets them itself: values of arguments."""
+
+    def __init__(self, template: Any):
+        from jinja2 import nodes
+
+        self.found = set[str]()
+        self._walk(template.body, {macro.name for macro in template.find_all(nodes.Macro)})
+
+    def _walk(self, body: Iterable[Any], bound: set[str]) -> set[str]:
+        """Looks at statements in order; returns the names that are set after them, in any case."""
+        for node in body:
+            bound = self._statement(node, bound)
+        return bound
+
+    def _statement(self, node: Any, bound: set[str]) -> set[str]:
+        from jinja2 import nodes
+
+        if isinstance(node, nodes.Assign | nodes.AssignBlock):
+            for value in node.iter_child_nodes(exclude=("target",)):
+                self._statement(value, bound)
+            return bound | _stored(node.target)
+        if isinstance(node, nodes.If):
+            self._statement(node.test, bound)
+            branches: list[list[Any]] = [node.body, *([each] for each in node.elif_), node.else_]
+            return bound | set.intersection(*(self._walk(branch, bound) for branch in branches))
+        if isinstance(node, nodes.For):
+            self._statement(node.iter, bound)
+            within = bound | _stored(node.target) | {"loop"}
+            self._walk([*([node.test] if node.test else []), *node.body], within)
+            self._walk(node.else_, bound)
+            return bound
+        if isinstance(node, nodes.Macro):
+            self._walk([*node.defaults, *node.body], bound | {arg.name for arg in node.args} | {"caller", "varargs"})
+            return bound
+        if isinstance(node, nodes.Name):
+            self.found |= {node.name} - bound
+            return bound
+        self._walk(node.iter_child_nodes(), bound | _stored(node))
+        return bound
+
+
+def _stored(node: Any) -> set[str]:
+    from jinja2 import nodes
+
+    names = [node] if isinstance(node, nodes.Name) else node.find_all(nodes.Name)
+    return {name.name for name in names if name.ctx != "load"}
 
 
 @cache

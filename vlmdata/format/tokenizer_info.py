@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,12 @@ class TurnTokens:
         """Ids of the tokens with which the model ends what it says."""
         return self.end, *self.response[:1]
 
-    def spoken(self, ids: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
-        """Returns what the assistant says in one of its turns: all but the responses of tools.
+    def spoken(self, ids: npt.NDArray[np.integer], items: Collection[int] = ()) -> list[tuple[int, int]]:
+        """Returns what the assistant says in one of its turns: all but the responses of tools, with their images.
 
         Args:
             ids: Tokens of the turn, from its first one to the next turn.
+            items: Ids of the tokens of images, which may follow a response.
 
         Returns:
             Token ranges. Each but the last ends with the token that begins a response.
@@ -48,7 +49,7 @@ class TurnTokens:
         begin: int | None = 0
         for at in np.flatnonzero(np.isin(ids, self.response)).tolist():
             if ids[at] == self.response[1]:
-                begin = at + 1
+                begin = next((place for place in range(at + 1, len(ids)) if ids[place] not in items), len(ids))
             elif begin is not None:
                 found += [(begin, at + 1)] if at > begin else []  # the next of several responses
                 begin = None

@@ -124,7 +124,7 @@ def find_turns(
     turns = [TurnSpan("", 0, 0, before, int(np.count_nonzero(mask[:before])))] if before else []
     for start, stop in pairwise(bounds):
         role, body = _header(ids[start:stop].tolist(), info, texts)
-        said = info.turns.spoken(ids[start:stop]) if role == "assistant" else [(0, stop - start)]
+        said = info.turns.spoken(ids[start:stop], info.item_ids) if role == "assistant" else [(0, stop - start)]
         cuts = sorted({start, stop, *(start + cut for each in said for cut in each)})
         answers = {start + begin for begin, _ in said}
         for first, last in pairwise(cuts):

@@ -238,7 +238,7 @@ def _answers(ids: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> list[tuple
         (start + begin, start + end)
         for start, stop in pairwise([*starts, len(ids)])
         if np.array_equal(ids[start + 1 : start + 1 + len(header)], header)
-        for begin, end in tokenizer.turns.spoken(ids[start:stop])
+        for begin, end in tokenizer.turns.spoken(ids[start:stop], tokenizer.item_ids)
     ]
 
 

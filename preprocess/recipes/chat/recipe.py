@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, ClassVar
 
 from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
@@ -76,6 +77,7 @@ class Chat:
         values = {name: value for name, value in row.values.items() if value is not None}
         refuse_row(values, reads_videos=True)
         form = read_form(values)
+        _require_no_continued_turn(form.turns)
         keys = KeyLog()
         keys.note(values, USED_COLUMNS | form.columns | {OBJECTS}, HARMLESS_COLUMNS)
         images, videos = RowImages(values, self._media, keys), RowVideos(values, self._media, keys)
@@ -108,8 +110,21 @@ def _with_first(messages: tuple[Message, ...], images: RowImages, videos: RowVid
     return (*messages[:number], replace(messages[number], parts=parts), *messages[number + 1 :])
 
 
+def _require_no_continued_turn(turns: Sequence[RowTurn]) -> None:
+    """Rejects a prompt that ends with a turn of the assistant, which the completion would go on: they are two turns."""
+    for before, turn in pairwise(turns):
+        if before.role == turn.role == "assistant" and turn.learned and not before.learned:
+            raise RowRejected(
+                Reason.UNSUPPORTED_CONTENT,
+                f"{before.where} ends the prompt with an assistant turn, and {turn.where} goes on with it; a turn is "
+                "learned as a whole or not at all. Write its beginning into the completion, or end the prompt with "
+                "the user's turn",
+            )
+
+
 def _message(turn: RowTurn, reader: ContentReader, keys: KeyLog) -> Message:
-    keys.note(turn.entry, USED_KEYS, HARMLESS_KEYS, "messages[].")
+    used = USED_KEYS | {"name"} if turn.role == "tool" else USED_KEYS
+    keys.note(turn.entry, used, HARMLESS_KEYS, "messages[].")
     parts = tuple(reader.parts(turn))
     media = [part for part in parts if not isinstance(part, TextPart)]
     if turn.role in ("system", "assistant") and media:
@@ -120,18 +135,17 @@ def _message(turn: RowTurn, reader: ContentReader, keys: KeyLog) -> Message:
     if turn.role == "assistant" and not turn.learned:
         weight = 0.0
     calls = () if turn.calls is None else tuple(read_calls(turn.calls, f"{turn.where}.tool_calls", keys))
-    call_id = turn.entry.get("tool_call_id") if turn.role == "tool" else None
-    return Message(turn.role, parts, _reasoning(turn), calls, weight, call_id if isinstance(call_id, str) else None)
+    told = (turn.entry.get(key) if turn.role == "tool" else None for key in ("tool_call_id", "name"))
+    call_id, name = (each if isinstance(each, str) else None for each in told)
+    return Message(turn.role, parts, _reasoning(turn), calls, weight, call_id, name)
 
 
 def _reasoning(turn: RowTurn) -> str | None:
     given = filled(turn.entry, REASONING_KEYS) or [key for key in REASONING_KEYS if key in turn.entry]
     for key in given:
         text = turn.entry[key]
-        if not isinstance(text, str) or "<think>" in text or "</think>" in text:
-            raise RowRejected(
-                Reason.MALFORMED_MESSAGES, f"{turn.where}.{key} must be text without think tags: {excerpt(text)}"
-            )
+        if not isinstance(text, str):
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{turn.where}.{key} is not text: {excerpt(text)}")
         if text != turn.entry[given[0]]:
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{turn.where}: {given[0]} and {key} differ; keep one of them")
     return turn.entry[given[0]] if given else None

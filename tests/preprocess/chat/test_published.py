@@ -14,20 +14,27 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.chat_rows import write_jsonl
+from tests.conftest import encoded_image
 from tests.preprocess.chat.published import PUBLISHED
+from vlmdata.format.schema import sample_key
 from vlmdata.preprocess.chat.inference import opens_block
 from vlmdata.preprocess.chat.render import Renderer
 from vlmdata.preprocess.chat.targets import target_spans
+from vlmdata.preprocess.chat.template_arguments import TemplateNames, names_read, require_arguments
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from vlmdata.preprocess.config import PreprocessConfig, SpecialText, TrainThink, TrainTurns
-from vlmdata.preprocess.conversation import Conversation, Message, TextPart
+from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from vlmdata.preprocess.encode import EncodedSample, Encoder
 from vlmdata.preprocess.encode.encoder import encode_turns
+from vlmdata.preprocess.encode.probe import _index_row
+from vlmdata.preprocess.recipes.base import load_recipe
 from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.row import Row
 from vlmdata.preprocess.run.dataset import preprocess_dataset
 from vlmdata.preprocess.shards.fingerprints import identity_changes
 from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
+from vlmdata.verify.sample import SampleRules, audit_sample
 
 CHATML = [name for name, form in PUBLISHED.items() if form.family != "gemma4"]
 READ_THINKING = ["Qwen3.5", "Qwen3.6", "Qwen3.8"]
@@ -260,3 +267,96 @@ def test_a_dataset_of_an_earlier_version_without_these_blocks_is_not_continued(t
     kept = {name: value for name, value in made["fingerprints"].items() if name != "think_block"}
     (change,) = identity_changes({"config": made | {"fingerprints": kept}}, {"config": made, "tokenizer": {}})
     assert change.startswith("config.fingerprints.think_block")
+
+
+# --- tools, parts and prompts -----------------------------------------------------------------------------------------
+
+GEMMA = ["Gemma 4", "Gemma 4, later"]
+
+
+def calls(*responses: Message, ids: bool = True) -> Conversation:
+    """A question, calls of two tools, their responses and the answer."""
+    asked_for = tuple({**({"id": name} if ids else {}), "name": name, "arguments": {}} for name in ("look", "ask"))
+    asks = (said("user", "Where?"), Message("assistant", (), None, asked_for))
+    return Conversation((*asks, *responses, said("assistant", "It is dark.")))
+
+
+@pytest.mark.parametrize("name", GEMMA)
+def test_a_response_may_name_its_tool(tokenizers: dict[str, ChatTokenizer], name: str) -> None:
+    tokenizer = tokenizers[name]
+    look, ask = said("tool", "dark", tool_name="look"), said("tool", "nobody", tool_name="ask")
+    ids, targets = learned(tokenizer, calls(look, ask))
+    text = tokenizer.hf.decode(ids)
+    assert 'response:look{value:<|"|>dark<|"|>}' in text
+    assert 'response:ask{value:<|"|>nobody<|"|>}' in text
+    assert tokenizer.hf.decode(np.array(ids)[targets]).endswith("It is dark.<turn|>\n")
+    for talk in (
+        calls(look, said("tool", "nobody")),
+        calls(look, said("tool", "nobody", tool_name="other")),
+        calls(look, replace(ask, call_id="look")),
+        calls(look, ask, ids=False),  # the template would write the name of the last call for both
+    ):
+        with pytest.raises(RowRejected, match="which is the id of no call before it, or of several"):
+            learned(tokenizer, talk)
+
+
+def test_a_template_that_writes_another_name_is_noticed(tmp_path: Path) -> None:
+    form = PUBLISHED["Gemma 4"]
+    template = form.template.replace("other.name or 'unknown'", "'unknown'")
+    tokenizer = load_tokenizer(form.write(tmp_path / "tokenizer", template=template), None, "gemma4")
+    with pytest.raises(RowRejected, match=r"wrote .*response:unknown\{.* as a response of the tool 'look'"):
+        learned(tokenizer, calls(said("tool", "dark", tool_name="look"), said("tool", "", tool_name="ask")))
+
+
+@pytest.mark.parametrize("name", [*GEMMA, "Qwen3.5", "Qwen3-VL Instruct"])
+def test_an_image_in_a_response_is_context(tokenizers: dict[str, ChatTokenizer], name: str) -> None:
+    tokenizer, family = tokenizers[name], PUBLISHED[name].family
+    seen = Message("tool", (TextPart("dark"), ImagePart(encoded_image(64, 64))), call_id="look")
+    talk = calls(seen, said("tool", "nobody", call_id="ask"))
+    config = PreprocessConfig(family=family)
+    sample = Encoder(config, tokenizer).encode(talk)
+    ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] == 1
+    assert not mask[np.isin(ids, tokenizer.info.item_ids)].any()
+    assert (ids == tokenizer.info.image).any()
+    assert "It is dark." in tokenizer.hf.decode(ids[mask])
+    rules = SampleRules(tokenizer.info, config.pad_multiple, True, config.model_family)
+    assert list(audit_sample(sample.to_sample(sample_key(0)), _index_row(sample), rules)) == []
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parts_of_text_are_joined_as_the_template_does(tokenizers: dict[str, ChatTokenizer], name: str) -> None:
+    tokenizer, parts = tokenizers[name], (TextPart("Hi "), TextPart("you.\n"))
+    talk = Conversation((Message("user", parts), Message("assistant", parts)))
+    content = [{"type": "text", "text": part.text} for part in parts]
+    wanted = tokenizer.hf.apply_chat_template([{"role": role, "content": content} for role in ("user", "assistant")])
+    assert learned(tokenizer, talk)[0] == wanted["input_ids"]
+
+
+def test_reasoning_may_have_marks_of_other_families(tokenizers: dict[str, ChatTokenizer]) -> None:
+    row = {"messages": messages_of(asked(("Four.", "A </think> b")))}
+    (user, answer) = load_recipe("chat")(Row(0, row)).messages
+    assert answer.reasoning == "A </think> b"
+    learned(tokenizers["Gemma 4"], Conversation((user, answer)))
+    with pytest.raises(RowRejected, match=r"reasoning_content of assistant turn 1 has </think>, .* without think tags"):
+        learned(tokenizers["Qwen3.5"], Conversation((user, answer)))
+
+
+def test_a_prompt_that_ends_in_an_answer_is_rejected() -> None:
+    prompt = messages_of(asked("The result is"))
+    row = {"prompt": prompt, "completion": [{"role": "assistant", "content": " 4."}]}
+    with pytest.raises(RowRejected, match=r"prompt\[1\] ends the prompt with .*, and completion\[0\] goes on"):
+        load_recipe("chat")(Row(0, row))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("Qwen3.5", "reasoning"), ("Qwen3.8", "effort"), ("Gemma 4", "role"), ("Gemma 4, later", "words")],
+)
+def test_a_name_that_the_template_sets_is_no_argument(name: str, argument: str) -> None:
+    with pytest.raises(ValueError, match=f"the chat template reads no {argument}, which would have no effect"):
+        require_arguments({argument: "x"}, (PUBLISHED[name].template,))
+
+
+def test_a_name_with_a_default_is_an_argument() -> None:
+    template = "{% if x is not defined %}{% set x = 1 %}{% endif %}{% set y = y or 2 %}{% set z = 3 %}{{ x ~ y ~ z }}"
+    assert names_read((template,)) == TemplateNames(frozenset("xy"), frozenset())

@@ -246,7 +246,8 @@ class TestCalls:
     def test_other_names_of_a_result(self, role):
         turn = {"role": role, "content": "1", "name": "f"}
         conversation = convert({"messages": [*user("?"), turn]})
-        assert (conversation.messages[-1].role, conversation.unused) == ("tool", ("messages[].name",))
+        assert (conversation.messages[-1].role, conversation.messages[-1].tool_name) == ("tool", "f")
+        assert conversation.unused == ()
 
     def test_calls_in_turns_of_their_own_are_refused(self):
         call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}

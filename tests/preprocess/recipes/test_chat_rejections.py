@@ -125,9 +125,9 @@ def test_images_in_turns_that_cannot_hold_them(role):
     check(values, CONTENT, rf"messages\[1\]: an image in {'an' if role == 'assistant' else 'a'} {role} turn")
 
 
-@pytest.mark.parametrize("reasoning", [7, ["x"], "<think>x", "x</think>y"])
+@pytest.mark.parametrize("reasoning", [7, ["x"]])
 def test_reasoning(reasoning):
-    check(assistant(reasoning_content=reasoning), MESSAGES, r"messages\[1\]\.reasoning_content must be text without")
+    check(assistant(reasoning_content=reasoning), MESSAGES, r"messages\[1\]\.reasoning_content is not text: ")
 
 
 @pytest.mark.parametrize(
