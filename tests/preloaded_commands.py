@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from tests.preloading import loaded, settled
+from vlmdata.cli.main import COMMANDS
 
 LOADING = (
     "vlmdata.media.decode",
@@ -30,9 +30,9 @@ PREPROCESSING = (
 )
 
 with loaded(), warnings.catch_warnings(action="ignore"):
-    for point in entry_points(group="vlmdata.commands"):
-        if not point.value.startswith("vlmdata.model"):
-            point.load()
+    for place in COMMANDS.values():
+        if not place.startswith("vlmdata.model"):
+            importlib.import_module(place.partition(":")[0])
     for module in LOADING + (PREPROCESSING if find_spec("datasets") else ()):
         importlib.import_module(module)
     importlib.import_module("torch").set_num_threads(1)

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -163,10 +162,6 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
                 places[node.name].append(name)
     assert len(places) > 400
     assert not {name: where for name, where in places.items() if len(where) > 1}
-
-
-def test_commands_are_found_by_entry_point() -> None:
-    assert {"preprocess", "verify"} <= {point.name for point in entry_points(group="vlmdata.commands")}
 
 
 def test_no_file_of_ours_is_longer_than_one_idea() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from vlmdata.cli.main import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 OWN = "raise AssertionError('the file of the project was imported')\n"
 PROJECT = """
@@ -81,5 +83,6 @@ def test_entry_points_and_packages_have_one_root() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert declared["tool"]["setuptools"]["packages"]["find"]["include"] == ["vlmdata*"]
     points = [value for group in declared["project"]["entry-points"].values() for value in group.values()]
+    points += COMMANDS.values()
     assert len(points) > 15
     assert {value.partition(".")[0] for value in [*points, *declared["project"]["scripts"].values()]} == {"vlmdata"}

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
+
+
+def documentation(of: Any) -> str:
+    """Returns the docstring of a class or function, from its source under ``python -OO``, which keeps none."""
+    if sys.flags.optimize < 2:
+        return inspect.getdoc(of) or ""
+    try:
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(of))).body
+    except (OSError, SyntaxError, ValueError):  # installed without sources
+        return ""
+    assert isinstance(found, ast.ClassDef | ast.FunctionDef)
+    return ast.get_docstring(found) or ""
 
 
 @dataclass(frozen=True)

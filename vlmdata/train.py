@@ -15,6 +15,7 @@ import typer
 
 from vlmdata.loader.config import loader_options
 from vlmdata.model.training.settings.config import TrainConfig
+from vlmdata.options import documentation
 
 if TYPE_CHECKING:
     from vlmdata.model.kernels.ahead import KernelsAhead
@@ -76,7 +77,6 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@app.command()
 @_with_settings
 def train(
     config: Annotated[Path | None, typer.Option(help="TOML file; command-line options override it.")] = None,
@@ -110,6 +110,9 @@ def train(
 
         end_process(error)
     raise typer.Exit(code)
+
+
+app.command(help=documentation(train))(train)
 
 
 def _overrides(settings: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -1,1 +1,1 @@
-"""The command line: one module per command, found through entry points."""
+"""The command line: one module per command, listed in ``main``."""

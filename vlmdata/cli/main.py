@@ -1,4 +1,4 @@
-"""The ``vlmdata`` command. Entry points define its sub-commands, which are loaded on use."""
+"""The ``vlmdata`` command and its sub-commands, which are loaded on use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.options import documentation
 from vlmdata.version import __version__
 
 GROUP = "vlmdata.commands"
@@ -20,11 +21,25 @@ GROUP = "vlmdata.commands"
 #: workers; interrupted.
 EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-_ORDER = (
-    *("preprocess", "finish", "join", "select", "diff", "verify", "inspect", "plan", "serve", "recode", "retokenize"),
-    *("train", "convert", "check-model", "prune"),
-)
-
+#: The built-in commands, in the order of the help. A table, and no entry points: those are read when a package is
+#: installed, so a command that is added to an installed checkout, or renamed, would not be found.
+COMMANDS = {
+    "preprocess": "vlmdata.preprocess.cli.preprocess:preprocess",
+    "finish": "vlmdata.preprocess.cli.finish:finish",
+    "join": "vlmdata.cli.join:join",
+    "select": "vlmdata.cli.select:select",
+    "diff": "vlmdata.cli.diff:diff",
+    "verify": "vlmdata.cli.verify:verify",
+    "inspect": "vlmdata.cli.inspect:inspect",
+    "plan": "vlmdata.cli.plan:plan",
+    "serve": "vlmdata.cli.serve:serve",
+    "recode": "vlmdata.preprocess.cli.recode:recode",
+    "retokenize": "vlmdata.preprocess.cli.retokenize:retokenize",
+    "train": "vlmdata.train:train",
+    "convert": "vlmdata.model.weights.command:convert",
+    "check-model": "vlmdata.cli.check_model:check_model",
+    "prune": "vlmdata.cli.prune:prune",
+}
 
 #: Commands that continue where an interrupted one ended.
 _CONTINUING = (["preprocess"], ["join"], ["select"], ["recode"], ["retokenize"])
@@ -35,7 +50,7 @@ class _Interrupted(Exception):
 
 
 class _Commands(TyperGroup):
-    """A group of entry points. Other packages can add commands, and each is imported on use."""
+    """The commands: built in, or entry points of other packages. Each is imported on use."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -44,15 +59,17 @@ class _Commands(TyperGroup):
             raise _Interrupted from None
 
     def list_commands(self, ctx: Any) -> list[str]:
-        names = {point.name for point in entry_points(group=GROUP)}
-        return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
+        return list(dict.fromkeys([*COMMANDS, *sorted(entry_points(group=GROUP).names)]))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found: list[EntryPoint] = list(entry_points(group=GROUP, name=cmd_name))
+        found = list(entry_points(group=GROUP, name=cmd_name))
+        if cmd_name in COMMANDS:
+            found = [EntryPoint(cmd_name, COMMANDS[cmd_name], GROUP)]
         if not found:
             return None
+        command = found[0].load()
         single = typer.Typer(add_completion=False, rich_markup_mode="markdown", context_settings=_HELP)
-        single.command(cmd_name)(found[0].load())
+        single.command(cmd_name, help=documentation(command))(command)
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

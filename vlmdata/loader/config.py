@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY
 from vlmdata.loader.option_types import LoaderOptions
+from vlmdata.options import documentation
 from vlmdata.packing.alignment import alignment
 from vlmdata.packing.config import Blend, Change, LastStep, PlanConfig, Stage
 from vlmdata.packing.cost import CostModel, chosen_cost
@@ -383,6 +384,6 @@ def _grouped(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _documented(of_group: type[Any]) -> dict[str, str]:
     """Returns the texts in the ``Attributes:`` section of a class's docstring, by name."""
-    section = (inspect.getdoc(of_group) or "").partition("Attributes:\n")[2]
+    section = documentation(of_group).partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

@@ -16,6 +16,7 @@ import termios
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ import pytest
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, Ended, environment, run, start
 from vlmdata import __version__
-from vlmdata.cli.main import main
+from vlmdata.cli.main import COMMANDS, main
 from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.loader.config import loader_options
 from vlmdata.preprocess.registries import RECIPES
 
 pytestmark = pytest.mark.slow
@@ -88,11 +90,39 @@ class TestHelp:
         assert ended.code == 2
         assert f"No such command '{name}'. {words}" in ended.said
 
-    def test_of_the_program_names_its_commands(self, vlmdata: Callable[..., Ended]) -> None:
+    def test_of_the_program_names_its_commands(
+        self, vlmdata: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those of other packages are what was installed; its own do not depend on that."""
+        added = EntryPoint("count", "collections:Counter", "vlmdata.commands")
+        monkeypatch.setattr("vlmdata.cli.main.entry_points", lambda **_: EntryPoints([added]))
         ended = vlmdata("--help")
         assert ended.code == 0
-        assert "preprocess" in ended.stdout
-        assert "verify" in ended.stdout
+        assert re.findall(r"^│ ([\w-]+) ", ended.stdout, re.MULTILINE)[-16:] == [*COMMANDS, "count"]
+        for place in COMMANDS.values():
+            assert callable(EntryPoint("", place, "").load())
+
+    def test_is_there_without_docstrings(self, vlmdata: Callable[..., Ended]) -> None:
+        """Under ``python -OO``, for the command and for each option of the loader."""
+        code = """
+import json, sys
+from vlmdata.cli.main import app
+from vlmdata.loader.config import loader_options
+from vlmdata.train import app as train
+assert app.__init__.__doc__ is None
+print(json.dumps({each.name: each.help for each in loader_options().values()}))
+print(json.dumps(train.registered_commands[0].help))
+sys.argv[1:] = ["plan", "--help"]
+app()
+"""
+        ended = subprocess.run([sys.executable, "-OO", "-c", code], env=environment(), capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        options, train, said = ended.stdout.split("\n", 2)
+        assert json.loads(options) == {each.name: each.help for each in loader_options().values()}
+        assert json.loads(train).startswith("Train Qwen3.5-VL")
+        usual = vlmdata("plan", "--help").stdout
+        words = [re.findall(r"\w+", each.partition("[OPTIONS]")[2]) for each in (said, usual)]
+        assert words[0] == words[1]
 
     def test_of_preprocess_has_examples_exit_codes_and_every_option_with_its_default(
         self, vlmdata: Callable[..., Ended]
