@@ -1,12 +1,14 @@
 """Writes the boxes, points and labels of a conversation as text, in the family's convention.
 
 A coordinate is multiplied by the size of the image in the family's unit and divided by its size in the given unit. The
-product is exact (rational numbers); its one rounding is to the nearest whole number, halves to even.
+product is exact (rational numbers), and rounded once to the nearest whole number, halves to even. Sides of a box that
+would round to one number get the whole numbers around them, so that the box is not empty.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -165,7 +167,13 @@ def converted(part: BoxPart | PointPart, sizes: Sizes, rules: Grounding, image: 
     """
     shares = _in_region(shares_of(part, sizes, image), part, sizes, image)
     extent = rules.extent(*sizes.final)
-    return [round(share * extent[number % 2]) for number, share in enumerate(shares)]
+    exact = [share * extent[number % 2] for number, share in enumerate(shares)]
+    rounded = list(map(round, exact))
+    if isinstance(part, BoxPart):
+        for axis in (0, 1):
+            if rounded[axis] == rounded[axis + 2]:
+                rounded[axis], rounded[axis + 2] = math.floor(exact[axis]), math.ceil(exact[axis + 2])
+    return rounded
 
 
 def shares_of(part: BoxPart | PointPart, sizes: Sizes, image: str) -> list[Fraction]:

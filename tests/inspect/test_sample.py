@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.chat_rows import turn, write_jsonl
 from tests.inspect.raw import RawSample
 from vlmdata import StreamingLoader
 from vlmdata.batch import IGNORE_INDEX
@@ -103,7 +105,24 @@ def test_images_stand_where_their_tokens_are(both: Both, tokenizer: Any) -> None
         for image, recorded in zip(found.images, raw.metadata["images"], strict=True):
             assert image.source == recorded
             assert (image.height, image.width) == raw.picture(image.number).shape[:2]
-            assert image.scale == pytest.approx(image.width / recorded["width"])
+            area = recorded["width"] * recorded["height"]
+            assert image.scale == pytest.approx((image.width * image.height / area) ** 0.5)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_picture_that_its_file_turns_is_not_enlarged(
+    orientation: int, tmp_path: Path, make_dataset: Callable[..., Path]
+) -> None:
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(np.zeros((96, 64, 3), np.uint8)).save(tmp_path / "a.jpg", exif=exif)
+    row = {"messages": [turn("user", {"type": "image", "image": "a.jpg"}, "?"), turn("assistant", "Black.")]}
+    dataset = VlmDataset(make_dataset(write_jsonl(tmp_path / "rows.jsonl", [row]), recipe="chat"))
+    (image,) = describe_sample(dataset, 0).images
+    assert (image.width, image.height) == ((64, 96) if orientation < 5 else (96, 64))
+    assert image.scale == 1.0
 
 
 def test_pictures_are_rebuilt_exactly(demo_dataset: VlmDataset, mixed_dataset: VlmDataset, both: Both) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -75,7 +76,7 @@ class ImageDescription:
     cells: tuple[int, ...] | None  # merged patch that each of its tokens shows; None if token n shows merged patch n
     start: int  # first token
     source: Mapping[str, Any]  # the image file: format, mode, width, height, normalisations; empty if not recorded
-    scale: float | None  # current width divided by the file's; None if not recorded
+    scale: float | None  # sides divided by the file's, as the root of their areas; None if not recorded
     kind: str  # image or video
     frames: tuple[FrameDescription, ...]  # temporal patches of a video; none of an image
     tile: tuple[int, int] | None = None  # row and column among the tiles of its image; None if it is no tile
@@ -310,10 +311,10 @@ def _images(
     found = []
     for number, ((t, h, w), of_item) in enumerate(zip(sample.grid_thw.tolist(), starts, strict=True)):
         source = recorded_source(metadata, number)
-        (_, whole), tile = tile_of(source, h * family.patch_size, w * family.patch_size)
-        width = None if "crop" in source else source.get("width")
+        whole, tile = tile_of(source, h * family.patch_size, w * family.patch_size)
+        used = sides_in([source.get("height"), source.get("width")], 2)
         if (region := sides_in(source.get("region"), 4)) is not None:
-            width = region[2]
+            used = region[2:]
         found.append(
             ImageDescription(
                 number=number,
@@ -326,13 +327,18 @@ def _images(
                 cells=cells_of(sample.items[number], family),
                 start=of_item[0],
                 source=source,
-                scale=whole / width if isinstance(width, int) and width > 0 else None,
+                scale=None if "crop" in source or used is None else _scale(whole, used),
                 kind=sample.items[number].kind,
                 frames=frames_of(sample.items[number], of_item, source, family),
                 tile=tile,
             )
         )
     return tuple(found)
+
+
+def _scale(now: Sequence[int], before: Sequence[int]) -> float | None:
+    """Returns the scale of a picture. Its file may turn it, so that its sides are the file's in the other order."""
+    return math.sqrt(math.prod(now) / math.prod(before)) if math.prod(before) else None
 
 
 def rebuild_image(sample: Sample, number: int, family: Family, patch: int = 0) -> npt.NDArray[np.uint8]:
