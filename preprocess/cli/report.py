@@ -66,6 +66,7 @@ class Report:
     failed_row: int | None  # the first with an unexpected error
     command: str
     has_turns: bool  # whether any sample is a conversation
+    left_out: int = 0  # rejected candidates that do not count for the rate: the dataset before lacks them too
 
     @property
     def manifest(self) -> Manifest:
@@ -74,13 +75,17 @@ class Report:
 
     @property
     def reject_rate(self) -> float:
-        """Rejected share of the candidates, without those that the data says are not to be learned (weight 0)."""
-        return self._lost / max(self.manifest.totals.candidates, 1)
+        """Rejected share of the candidates, without those that the data says are not to be learned (weight 0).
+
+        Nor with those that were rejected before and stay so: the run that rejected them was accepted.
+        """
+        return self._lost / max(self.manifest.totals.candidates - self.left_out, 1)
 
     @property
     def _lost(self) -> int:
         """Rejected candidates that were meant to be learned."""
-        return self.manifest.totals.rejected - self.manifest.rejects.get(Reason.NO_TARGETS, 0)
+        lost = self.manifest.totals.rejected - self.manifest.rejects.get(Reason.NO_TARGETS, 0)
+        return lost - self.left_out
 
     @property
     def failure(self) -> str | None:
@@ -239,9 +244,17 @@ class Report:
 
 
 def report_of(
-    store: Store, result: RunResult, seconds: float, max_reject_rate: float, command: str = "the command"
+    store: Store,
+    result: RunResult,
+    seconds: float,
+    max_reject_rate: float,
+    command: str = "the command",
+    left_out: int = 0,
 ) -> Report:
-    """Creates the report of a finished run; ``command`` is the one to which to add ``--trace``, in words."""
+    """Creates the report of a finished run; ``command`` is the one to which to add ``--trace``, in words.
+
+    ``left_out`` is the number of rejected candidates that do not count for the rate.
+    """
     manifest = result.manifest
     store = store.below(result.folder) if result.folder else store
     shown = [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]
@@ -262,6 +275,7 @@ def report_of(
         failed_row=_source_row(store, manifest, failed[0].row) if failed else None,
         command=command,
         has_turns=bool(index.column("target_turns").to_numpy().any()),
+        left_out=left_out,
     )
 
 

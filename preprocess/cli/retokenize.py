@@ -105,6 +105,7 @@ def retokenize(
     from vlmdata.preprocess.recode.run import OldDataset
     from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
     from vlmdata.preprocess.run.dataset import Watcher
+    from vlmdata.reasons import Reason
 
     if workers is not None and workers < 1:
         raise typer.BadParameter(f"workers is {workers}; it must be at least 1")
@@ -147,7 +148,10 @@ def retokenize(
             overwrite=overwrite,
             watcher=Watcher(display.start, display.shard_done),
         )
-    report = report_of(store, made, time.monotonic() - begun, max_reject_rate, "the command")
+    lacking = old.manifest.totals.rejected - old.manifest.rejects.get(Reason.NO_TARGETS, 0)
+    # Without their source, they stay rejected. The run that rejected them was accepted.
+    left_out = lacking if source is None else 0
+    report = report_of(store, made, time.monotonic() - begun, max_reject_rate, "the command", left_out)
     if as_json:
         print(json.dumps(report.to_json(), indent=2))
     show(report, talk, as_json)

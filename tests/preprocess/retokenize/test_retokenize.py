@@ -232,6 +232,16 @@ class TestWhatIsRefused:
         with pytest.raises(UsageError, match=r"3 no_assistant_turn.*--keep-rejected"):
             again(old, tmp_path / "out", keep_rejected=False)
 
+    def test_rows_that_were_rejected_before_do_not_fail_the_command(
+        self, chats: Path, tmp_path: Path, vlmdata: Callable[..., Ended]
+    ) -> None:
+        old, command = made(chats, "left out", keep_conversations=True), ("retokenize", "--keep-rejected", "--json")
+        same = vlmdata(*command, old, "--out", tmp_path / "same")
+        assert (same.code, json.loads(same.stdout)["reject_rate"]) == (0, 0), same.said
+        shorter = vlmdata(*command, old, "--out", tmp_path / "shorter", "--max-length", 40)
+        assert shorter.code == 1
+        assert json.loads(shorter.stdout)["reject_rate"] > 0
+
     def test_another_source(self, old: Path, tmp_path: Path) -> None:
         other = write_jsonl(tmp_path / "rows.jsonl", mixed_rows())
         with pytest.raises(UsageError, match=r"--source: is not what .* was made of:\n  files"):
