@@ -33,7 +33,7 @@ from PIL import Image
 from benchmarks.hardware import hardware
 from vlmdata.format.manifest import Manifest
 from vlmdata.preprocess.config import PreprocessConfig
-from vlmdata.preprocess.recode.run import OldDataset
+from vlmdata.preprocess.recode.old_dataset import OldDataset
 from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
 from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
 from vlmdata.preprocess.sources.open import open_source

@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 
-from vlmdata.errors import UsageError, VlmdataError
+from vlmdata.errors import ResourceError, UsageError, VlmdataError
 from vlmdata.model.weights.places import TEMPORARY, is_distributed, newest_checkpoint_in
 
+#: Checkpoints of a run that may disappear while they are converted.
+_ATTEMPTS = 3
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -74,10 +76,39 @@ def convert(
     **Exit codes**: 0 done; 2 tensors missing, unexpected or of the wrong shape (all listed), damaged files, or invalid
     paths; 3 the output could not be written. After an error, nothing is left in --out.
     """
+    rest = (out, like, data, dtype, ignore_config_field, merge, file_gb, json)
+    for attempt in range(_ATTEMPTS):
+        newest = newest_checkpoint_in(source)
+        if newest is not None:
+            typer.echo(f"converting {newest}, the newest checkpoint in {source}", err=True)
+        try:
+            _convert(newest or source, *rest)
+            return
+        except Exception as error:
+            if newest is None or (newest / ".metadata").exists():
+                raise
+            # A run that goes on keeps few checkpoints. Its newest one now stays for a while.
+            if attempt + 1 == _ATTEMPTS:
+                raise ResourceError(
+                    f"{newest} was removed by its run while it was converted, and so were {attempt} before it. Keep "
+                    "more checkpoints (run.keep), or copy the newest one and convert the copy."
+                ) from error
+            typer.echo(f"{newest} was removed by its run", err=True)
+
+
+def _convert(
+    source: Path,
+    out: Path,
+    like: Path | None,
+    data: str | None,
+    dtype: str | None,
+    ignore_config_field: list[str] | None,
+    merge: bool,
+    file_gb: float,
+    json: bool,
+) -> None:
+    """Converts one checkpoint and prints the result; the options are those of :func:`convert`."""
     # megatron-core takes seconds to import, so check the arguments first.
-    if (newest := newest_checkpoint_in(source)) is not None:
-        typer.echo(f"converting {newest}, the newest checkpoint in {source}", err=True)
-        source = newest
     to_megatron = _direction(source, out, like, data, dtype)
     from vlmdata.model.parallel.environment import before_megatron
 

@@ -102,7 +102,7 @@ def retokenize(
     from vlmdata.preprocess.cli.progress import ProgressDisplay
     from vlmdata.preprocess.cli.report import report_of, show
     from vlmdata.preprocess.cli.run_command import quiet_libraries
-    from vlmdata.preprocess.recode.run import OldDataset
+    from vlmdata.preprocess.recode.old_dataset import OldDataset
     from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
     from vlmdata.preprocess.run.dataset import Watcher
     from vlmdata.reasons import Reason

@@ -25,7 +25,7 @@ from vlmdata.locations import is_url
 from vlmdata.preprocess.chat.tokenizer import told_family
 from vlmdata.preprocess.config import EMBEDDED, SHORTENING, PreprocessConfig
 from vlmdata.preprocess.engines.base import ShardWork
-from vlmdata.preprocess.recode.run import OldDataset
+from vlmdata.preprocess.recode.old_dataset import OldDataset
 from vlmdata.preprocess.retokenize.context import NEEDS_SOURCE, OF_TEXT, RetokenizeWork
 from vlmdata.preprocess.retokenize.stored import OldShards
 from vlmdata.preprocess.run.dataset import RunResult, Watcher, preprocess_dataset

@@ -29,7 +29,8 @@ from vlmdata.preprocess.config import PreprocessConfig, SpecialText, VideoConfig
 from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
 from vlmdata.preprocess.encode import Encoder
 from vlmdata.preprocess.recipes.base import load_recipe
-from vlmdata.preprocess.recode.run import OldDataset, recode_dataset
+from vlmdata.preprocess.recode.old_dataset import OldDataset
+from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
 from vlmdata.preprocess.row import Row

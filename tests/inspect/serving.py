@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
+from vlmdata.inspect.connections import server_of
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.packs import EpochPacks
 from vlmdata.inspect.server import InspectApp, MixtureApp, build_app
@@ -94,8 +93,7 @@ def _running(served: MixtureApp, host: str, options: dict[str, Any]) -> Iterator
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         app = build_app(served, host=host, port=port, **options)
-        # Without log_config=None absl's handler (TensorBoard's) is closed, and with it pytest's captured stderr.
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", ws="none"))
+        server = server_of(app, log_level="critical")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.inspect.raw import RawSample
 from tests.inspect.serving import Client, serving
 from tests.verify.rewriting import rewrite_sample
 from vlmdata.errors import UsageError
+from vlmdata.inspect import connections
 from vlmdata.inspect.server import Guard, _ours
 
 
@@ -42,6 +45,24 @@ def test_the_page_comes_with_a_policy(client: Client) -> None:
     for name, value in (("x-content-type-options", "nosniff"), ("cross-origin-resource-policy", "same-origin")):
         assert answer.headers[name] == value
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/api/samples/{}", "/api/samples/0/images/{}", "/api/samples?start={}"])
+def test_a_number_of_thousands_of_digits_is_none(client: Client, path: str) -> None:
+    assert client.ask(path.format("1" * 5000)).status in (400, 404)
+
+
+def test_half_a_request_does_not_stay(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_SECONDS_OF_A_REQUEST", 0.2)
+    sent = b"GET / HTTP/1.1\r\nHost: x"
+    half = [socket.create_connection(("127.0.0.1", client.port), timeout=60) for _ in range(20)]
+    for number, each in enumerate(half):
+        each.sendall(sent[: number + 1] if number % 2 else b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + sent)
+    for each in half:
+        with each, suppress(ConnectionError):
+            while each.recv(65_536):  # until the server ends it
+                pass
+    assert client.ask("/").status == 200
 
 
 def test_a_thumbnail_is_the_first_image_made_small(client: Client, demo_raw: list[RawSample]) -> None:

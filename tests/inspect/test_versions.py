@@ -50,6 +50,9 @@ def test_versions_are_as_the_runs_made_them(team: Team, command: Command) -> Non
     for n in (1, 2):
         assert found[n]["shards_added"] == len(shards[n] - shards[n - 1])
         assert found[n]["shards_removed"] == len(shards[n - 1] - shards[n])
+    card = command(team.out)[1]
+    assert "holdout" not in card
+    assert "rows.jsonl" in card
     text = command(team.out, "--versions")[1]
     assert [line.split()[1] for line in text.splitlines() if line.startswith("│")] == ["1", "2", "3"]
 

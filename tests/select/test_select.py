@@ -374,6 +374,8 @@ def test_command(vlmdata: Callable[..., Ended], made: Path, tmp_path: Path) -> N
     ended = vlmdata(*arguments, "--dry-run", "--out", tmp_path / "out")
     assert ended.code == 0, ended.stderr
     assert "2 left by --where 'source_row in (0, 4)'" in ended.stdout
+    line = next(each for each in ended.stdout.splitlines() if each.startswith("samples"))
+    assert line.split() == ["samples", "2", "(25.0%)", "6", "(75.0%)"]
     assert not (tmp_path / "out").exists()
     fields = json.loads(vlmdata(*arguments, "--dry-run", "--json").stdout)
     whole = Manifest.read(made).totals

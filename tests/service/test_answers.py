@@ -114,7 +114,9 @@ def test_a_file_whose_client_stalls_ends_when_others_wait(tmp_path: Path) -> Non
     path.write_bytes(bytes(3 * MIB))
     files = Answers(stall=0.0, memory=0)
     server: Any = SimpleNamespace(
-        files=files, _datasets={"a": SimpleNamespace(directory=tmp_path)}, _calls_lock=threading.Lock()
+        files=files,
+        datasets=SimpleNamespace(require=lambda _: SimpleNamespace(directory=tmp_path)),
+        _calls_lock=threading.Lock(),
     )
     query = FileQuery("a", "manifest.json")
     path.rename(tmp_path / "manifest.json")

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.service.servers import wait_until
-from vlmdata.errors import NotFoundError, UsageError
+from vlmdata.context_parallel import Slice
+from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.request.pack_request import EpochPlans
 from vlmdata.loader.state import Position
-from vlmdata.packing.config import Blend, PlanConfig
+from vlmdata.packing.config import Blend, PlanConfig, Stage
 from vlmdata.packing.plan.epoch import EpochPlan
-from vlmdata.service.protocol import BatchQuery
+from vlmdata.service.protocol import BatchQuery, decode_query
+from vlmdata.service.server.datasets import Datasets
 from vlmdata.service.server.packs import BusyError
 from vlmdata.service.server.plans import PlanBook
+from vlmdata.storage.open import open_for_loading
 
 MIB = 1 << 20
 
@@ -32,10 +38,10 @@ def dataset(chat: Path) -> VlmDataset:
 
 @pytest.fixture
 def book(dataset: VlmDataset) -> Callable[..., PlanBook]:
-    fingerprint = dataset.manifest.fingerprint
+    datasets = Datasets([dataset.directory], lambda place: open_for_loading(place, None, 0))
 
     def make(memory: int = 16 * MIB, timeout: float = 60.0) -> PlanBook:
-        return PlanBook({fingerprint: dataset}, {fingerprint: "chat"}, memory, timeout)
+        return PlanBook(datasets, memory, timeout)
 
     return make
 
@@ -200,3 +206,34 @@ def test_requests_made_ahead_are_found_once_and_are_few(
     monkeypatch.setattr("vlmdata.service.server.plans._MOST_SAMPLES_KEPT", 0)
     large, _ = plans.prepare(query(dataset, rank=3))
     assert plans.request(query(dataset, rank=3))[0] is not large
+
+
+def leaves(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Places of all values in JSON values."""
+    for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+        yield (*path, name)
+        if isinstance(value, dict | list):
+            yield from leaves(value, (*path, name))
+
+
+@pytest.mark.parametrize("value", [None, True, "8", 1.5, -1, 10**30, [1], {}], ids=repr)
+def test_a_field_of_another_type_is_refused_or_means_what_it_says(
+    dataset: VlmDataset, book: Callable[..., PlanBook], value: Any
+) -> None:
+    """No ticket is an internal error."""
+    config = PlanConfig(1024, 4, 4, max_patches=4096, shuffle_window=1, blend=Blend("epochs", (1.0,), (5,), 512))
+    stage = Stage(config, (0,), 1, 0)
+    plans, sound = book(), query(dataset)
+    sound = replace(sound, plan=replace(config, earlier=(stage,)), context_parallel=Slice(0, 2))
+    plans.request(sound)
+    for place in leaves(json.loads(sound.encode())["batch"]):
+        ticket = json.loads(sound.encode())
+        *within, last = place
+        holder = ticket["batch"]
+        for name in within:
+            holder = holder[name]
+        holder[last] = value
+        with suppress(VlmdataError):
+            found = decode_query(json.dumps(ticket).encode())
+            assert isinstance(found, BatchQuery)
+            plans.request(found)

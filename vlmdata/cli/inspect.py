@@ -18,8 +18,20 @@ _look = partial(typer.Option, rich_help_panel="What to look at")
 _page = partial(typer.Option, rich_help_panel="In the browser")
 
 
+#: Options, and what must be shown for each to have an effect; "" is the card.
+_FORMS = {
+    "tokens": ("--sample", "--row"),
+    "check": ("", "--find", "--html", "--serve"),
+    **dict.fromkeys(("samples", "keys", "packs"), ("--html",)),
+    "steps": ("--html", "--serve"),
+    **dict.fromkeys(("host", "port", "allow_host"), ("--serve",)),
+    "epoch": ("--pack", "--row", "--html", "--serve"),
+}
+
+
 @with_loader_options()
 def inspect(
+    context: typer.Context,
     choice: LoaderChoice,
     data: Annotated[
         list[str] | None,
@@ -106,10 +118,7 @@ def inspect(
         raise UsageError(f"{' and '.join(chosen)}: choose only one")
     if html is not None and "://" in html:
         raise UsageError(f"--html {html}: the page must be a local file; give a path")
-    if steps is not None and html is None and not serve:
-        raise UsageError("--steps needs --html or --serve; `vlmdata plan --steps` prints the mixture")
-    if tokens and chosen not in (["--sample"], ["--row"]):
-        raise UsageError("--tokens needs --sample or --row")
+    _require_effects(context, chosen[0] if chosen else "--duplicates" if duplicates is not None else "")
     look = Inspection(choice.data(data or []), choice, epoch, as_json, steps)
     if sample is not None:
         look.sample(sample, tokens)
@@ -132,6 +141,16 @@ def inspect(
         look.serve(host, port, allow_host or [], _check(check))
     else:
         look.card(_check(check))
+
+
+def _require_effects(context: typer.Context, shown: str) -> None:
+    """Raises a UsageError for an option that was given and has no effect on what is shown; "" is the card."""
+    for name, needed in _FORMS.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and shown not in needed:
+            hint = "; `vlmdata plan --steps` prints the mixture" if name == "steps" else ""
+            words = " or ".join(each for each in needed if each)
+            raise UsageError(f"--{name.replace('_', '-')} needs {words}{hint}")
 
 
 def _epoch_and_step(text: str, of_run: bool) -> tuple[int | None, int]:

@@ -158,10 +158,13 @@ def _print(dataset: VlmDataset, chosen: Chosen) -> None:
         print(f"  {step.left:>15,} left by {step.name}")
     if chosen.unknown:
         print(f"  {counted(chosen.unknown, 'key')} to exclude {'is' if chosen.unknown == 1 else 'are'} not in it")
-    print(f"{'':10}{'kept':>18}{'lost':>18}")
+    print(f"{'':10}{'kept':>28}{'lost':>28}")
     for name, kept in dataclasses.asdict(chosen.kept).items():
         lost = getattr(chosen.lost, name)
-        part = f" ({kept / (kept + lost):.1%})" if kept + lost else ""
-        print(f"{name:10}{kept:>18,}{lost:>18,}{part}")
+        print(f"{name:10}" + "".join(f"{count:>18,}{_share(count, kept + lost):>10}" for count in (kept, lost)))
     shards, samples = _shard_bytes(dataset, chosen)
     print(f"shards: {shards / 1e6:,.1f} MB, of which {samples / 1e6:,.1f} MB are kept samples")
+
+
+def _share(count: int, total: int) -> str:
+    return f" ({count / total:.1%})" if total else ""

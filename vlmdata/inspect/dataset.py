@@ -172,7 +172,8 @@ def source_name(source: Mapping[str, Any]) -> str:
     for part in ("config", "split"):
         name += f", {part} {source[part]}" if source.get(part) else ""
     selection = source.get(SELECTION)
-    if isinstance(selection, Mapping):
+    # That of a version has no side unless the dataset is one of a holdout.
+    if isinstance(selection, Mapping) and "holdout" in selection:
         name += f", {selection.get('side')} of --holdout {selection.get('holdout')}"
     return name
 

@@ -156,8 +156,7 @@ class Inspection:
 
     def serve(self, host: str, port: int, names: Sequence[str], check: int | None) -> None:
         """Serves the page until interrupted."""
-        import uvicorn
-
+        from vlmdata.inspect.connections import server_of
         from vlmdata.inspect.server import InspectApp, MixtureApp, build_app
 
         if self._is_mixture():
@@ -173,12 +172,8 @@ class Inspection:
             url = f"http://{shown}:{port}/"
             line = f"{name}: {url}  (Ctrl-C to stop)"
             self._show({"url": url}, lambda console: console.print(line, markup=False, soft_wrap=True))
-            # uvicorn's own logging configuration would close handlers that others installed.
-            config = uvicorn.Config(
-                app, log_config=None, log_level="warning", access_log=False, server_header=False, ws="none"
-            )
             with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
-                uvicorn.Server(config).run(sockets=[listening])
+                server_of(app).run(sockets=[listening])
 
     def _card(self, dataset: VlmDataset, check: int | None) -> DatasetCard:
         return describe_dataset(dataset, check=check, seed=int(self.choice["seed"]))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -47,6 +48,15 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+
+
+class _Count(IntegerConvertor):
+    """A whole number of a path. Python converts no text of thousands of digits."""
+
+    regex = "[0-9]{1,15}"
+
+
+register_url_convertor("count", _Count())
 
 
 class MixtureApp:
@@ -93,9 +103,9 @@ class InspectApp(MixtureApp):
         return [
             *super().routes(),
             Route("/api/samples", self._list, methods=["GET"]),
-            Route("/api/samples/{index:int}", self._sample, methods=["GET"]),
-            Route("/api/samples/{index:int}/images/{number:int}", self._image, methods=["GET"]),
-            Route("/api/samples/{index:int}/thumbnail", self._thumbnail, methods=["GET"]),
+            Route("/api/samples/{index:count}", self._sample, methods=["GET"]),
+            Route("/api/samples/{index:count}/images/{number:count}", self._image, methods=["GET"]),
+            Route("/api/samples/{index:count}/thumbnail", self._thumbnail, methods=["GET"]),
             Route("/api/versions", self._versions, methods=["GET"]),
             Route("/api/versions/compare", self._compare, methods=["GET"]),
         ]

@@ -46,6 +46,9 @@ class BatchService(Protocol):
     def filler(self, stream: RankStream, reading: Reading) -> Filler:
         """Returns what fills the buffers of a rank's batches."""
 
+    def pinned(self, name: str, fingerprint: str) -> str | None:
+        """Returns the name of the version with this fingerprint of a dataset of which no version is named, or None."""
+
     def close(self) -> None:
         """Closes the connections."""
 

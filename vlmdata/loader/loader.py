@@ -252,7 +252,7 @@ class StreamingLoader(NoDataLoader):
             ConfigMismatchError: If data or plan have changed; lists every difference. With ``change``: if the state is
                 within a step, or lacks a dataset of before.
         """
-        if self._service is None and (named := saved_versions(self._given, self.fingerprints, state)) is not None:
+        if (named := saved_versions(self._given, self.fingerprints, state, self._service)) is not None:
             self._plan_with(self._open(named), self.plan_config.earlier)
         found = restore(state, self.dp_size, self.fingerprints, self.plan_config, change)
         self._session.end()

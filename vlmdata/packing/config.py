@@ -161,8 +161,10 @@ class PlanConfig:
     def __post_init__(self) -> None:
         for name in ("capacity", "global_batch", "alignment", "max_patches", "shuffle_window", "seed"):
             value = getattr(self, name)
-            if value is None:
+            if value is None and name in ("max_patches", "shuffle_window"):
                 continue
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise UsageError(f"{name} is {value!r}; it must be an integer")
             # Convert to plain ints: numpy ints are equal, but JSON and seeding do not support them.
             object.__setattr__(self, name, operator.index(value))
             if name != "seed" and value < 1:

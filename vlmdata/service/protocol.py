@@ -26,8 +26,8 @@ from vlmdata.service.shared_memory import SharedPack
 
 #: Version of the protocol. Client and server must have the same.
 PROTOCOL = 3
-#: Longest query, in bytes.
-MAX_QUERY_BYTES = 16_384
+#: Longest query, in bytes: it names the settings of a run before each of its changes.
+MAX_QUERY_BYTES = 1 << 20
 #: Flight actions.
 DESCRIBE, STATUS, HEALTH = "describe", "status", "health"
 
@@ -36,7 +36,7 @@ _MAX_DATASETS = 1024
 _MAX_RANKS = 1 << 20
 _MAX_NUMBER = 1 << 40
 #: Changes of settings in a run. Each takes the time of one more plan.
-_MAX_STAGES = 64
+MAX_STAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,15 @@ class ServedDataset:
 
 @dataclass(frozen=True)
 class Description:
-    """What a server says of itself: its protocol, the version of its package, and its datasets, in order."""
+    """What a server says of itself: its protocol, the version of its package, and its datasets, in order.
+
+    ``others`` are names of versions, such as ``cord@1``, also of those among the datasets.
+    """
 
     protocol: int
     vlmdata: str
     datasets: tuple[ServedDataset, ...]
+    others: tuple[ServedDataset, ...] = ()
 
     def encode(self) -> bytes:
         """Returns the JSON form."""
@@ -64,8 +68,11 @@ class Description:
         """Reads the JSON form, or raises a UsageError if this is not a description."""
         try:
             values = json.loads(data)
-            datasets = tuple(ServedDataset(str(each["name"]), str(each["fingerprint"])) for each in values["datasets"])
-            return cls(int(values["protocol"]), str(values["vlmdata"]), datasets)
+            datasets, others = (
+                tuple(ServedDataset(str(each["name"]), str(each["fingerprint"])) for each in listed)
+                for listed in (values["datasets"], values.get("others", ()))
+            )
+            return cls(int(values["protocol"]), str(values["vlmdata"]), datasets, others)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise UsageError(f"this is not a vlmdata service ({error!r})") from error
 
@@ -194,8 +201,8 @@ def _plan_config(values: Mapping[str, Any]) -> PlanConfig:
             if type(values.get(name)) is not bool:
                 raise UsageError(f"plan.{name}: not true or false")
         config = PlanConfig.from_dict(values)
-        if len(config.earlier) > _MAX_STAGES:
-            raise UsageError(f"plan.earlier: {len(config.earlier)} earlier settings; servers allow {_MAX_STAGES}")
+        if len(config.earlier) > MAX_STAGES:
+            raise UsageError(f"plan.earlier: {len(config.earlier)} earlier settings; servers allow {MAX_STAGES}")
         if config.schedule:
             raise UsageError("plan.schedule: a client asks for settled plans")
         hash(config)  # lists where numbers belong

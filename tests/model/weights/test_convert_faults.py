@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 from click.testing import Result
 from typer.testing import CliRunner
 
-import vlmdata.model.weights.convert
+import vlmdata.model.weights.convert as conversion
 from tests.model.weights.test_convert import hf_folder
 from vlmdata.cli.main import app
 from vlmdata.errors import ResourceError
@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_named(
 def test_a_checkpoint_that_a_run_removes_meanwhile_is_named(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, count = vlmdata.model.weights.convert.read_piece, 0
+    read, count = conversion.read_piece, 0
 
     def removed(*arguments: Any) -> Any:
         nonlocal count
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_named(
             shutil.rmtree(checkpoint)
         return read(*arguments)
 
-    monkeypatch.setattr(vlmdata.model.weights.convert, "read_piece", removed)
+    monkeypatch.setattr(conversion, "read_piece", removed)
     with pytest.raises(WeightsError, match=rf"^{checkpoint} was removed while it was read, .*\(run\.keep\)"):
         to_hf(checkpoint, tmp_path / "out")
     assert names_in(tmp_path) == []
@@ -130,7 +130,7 @@ def test_an_error_of_the_program_stays_one(sources: Path, tmp_path: Path, monkey
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(vlmdata.model.weights.convert, "with_dtypes", fail)
+    monkeypatch.setattr(conversion, "with_dtypes", fail)
     with pytest.raises(AssertionError, match="a bug"):
         to_hf(sources / "megatron", tmp_path / "out")
     assert names_in(tmp_path) == []
@@ -183,6 +183,29 @@ class TestARun:
         assert f"converting {newest}, the newest checkpoint in {run / named}\n" in done.stderr
         done = convert(run / named, "--out", tmp_path / "again", "--json")
         assert json.loads(done.stdout)["source"] == str(newest)
+
+    @pytest.mark.parametrize("removed", [1, 3])
+    def test_one_that_is_removed_meanwhile_gives_way_to_the_newest_of_then(
+        self, run: Path, tmp_path: Path, convert: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, removed: int
+    ) -> None:
+        places, original = list[Path](), conversion.to_hf
+        shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000002")
+
+        def to_hf(source: Path, *rest: Any) -> Any:
+            places.append(source)
+            if len(places) <= removed:
+                shutil.rmtree(source)
+            return original(source, *rest)
+
+        monkeypatch.setattr(conversion, "to_hf", to_hf)
+        done = convert(run, "--out", tmp_path / "out")
+        if removed == 1:
+            assert done.exit_code == 0, done.output
+            assert [place.name for place in places] == ["step-00000012", "step-00000004"]
+            assert f"{places[0]} was removed by its run\n" in done.stderr
+        else:
+            assert "removed by its run while it was converted, and so were 2 before it" in str(done.exception)
+            assert not (tmp_path / "out").exists()
 
     def test_without_a_checkpoint_is_refused(self, tmp_path: Path, convert: Callable[..., Result]) -> None:
         (tmp_path / "run" / "checkpoints").mkdir(parents=True)

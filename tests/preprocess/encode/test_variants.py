@@ -44,7 +44,7 @@ from vlmdata.preprocess.encode.variants import with_variants
 from vlmdata.preprocess.recipes.base import Candidate
 from vlmdata.preprocess.recipes.context import RecipeContext
 from vlmdata.preprocess.recipes.polygons import Polygons, box_around
-from vlmdata.preprocess.recode.run import OldDataset
+from vlmdata.preprocess.recode.old_dataset import OldDataset
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
 from vlmdata.preprocess.row import Row

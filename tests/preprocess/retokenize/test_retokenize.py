@@ -26,7 +26,7 @@ from vlmdata.format.schema import IMAGE_FILES_NAME, MANIFEST_NAME
 from vlmdata.media.decode import decode_image
 from vlmdata.preprocess.assets import EMBEDDED_TOKENIZER
 from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns, VideoConfig
-from vlmdata.preprocess.recode.run import OldDataset
+from vlmdata.preprocess.recode.old_dataset import OldDataset
 from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
 from vlmdata.preprocess.run.dataset import Watcher, preprocess_dataset
 from vlmdata.preprocess.sources.holdout import hold_out

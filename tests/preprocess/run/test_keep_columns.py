@@ -18,7 +18,8 @@ from vlmdata.errors import SourceError, UsageError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME
 from vlmdata.format.source_columns import source_fields
-from vlmdata.preprocess.recode.run import OldDataset, recode_dataset
+from vlmdata.preprocess.recode.old_dataset import OldDataset
+from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
 from vlmdata.select.choice import Choice, choose
 from vlmdata.select.dataset import select_dataset

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError, VlmdataError
@@ -14,6 +14,8 @@ from vlmdata.loader.config import Reading
 from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
 from vlmdata.loader.fill.filler import DAMAGE, Filled, FilledBuffer
 from vlmdata.loader.request.pack_request import PackRequest, RankStream
+from vlmdata.loader.state import Position
+from vlmdata.packing.config import PlanConfig
 from vlmdata.service.address import Server
 from vlmdata.service.client.connection import (
     OF_ONE_SERVER,
@@ -25,7 +27,7 @@ from vlmdata.service.client.connection import (
     more_telling,
 )
 from vlmdata.service.client.servers import PAUSE_BETWEEN_ROUNDS, Servers
-from vlmdata.service.protocol import BatchQuery
+from vlmdata.service.protocol import MAX_QUERY_BYTES, MAX_STAGES, BatchQuery
 
 #: Servers that are asked for one batch at the same time.
 _MOST_ATTEMPTS = 2
@@ -240,6 +242,7 @@ class ServedFiller:
             pixels=stream.pixels,
             on_damage=reading.on_damage,
         )
+        _require_short(self._query(plan=stream.plans.config, position=Position()), stream.plans.config)
         self._threads = ThreadPoolExecutor(max(reading.num_workers, 1), thread_name_prefix="vlmdata-fetch")
         self._stopped = threading.Event()
 
@@ -264,11 +267,35 @@ class ServedFiller:
         return race.fetch(self._stopped)
 
 
+def _require_short(query: BatchQuery, config: PlanConfig) -> None:
+    """Raises a UsageError if servers would refuse the queries of a run after its last change: it says so at its start.
+
+    Raises:
+        UsageError: If the run has too many changes.
+    """
+    changes = len(config.schedule) + len(config.earlier)
+    settled = replace(query, plan=replace(config, schedule=(), earlier=()))
+    # A query names the settings before each change. Of scheduled ones, these are about as long as those of now.
+    longest = len(query.encode()) + len(config.schedule) * len(settled.encode())
+    if changes > MAX_STAGES or longest > MAX_QUERY_BYTES:
+        raise UsageError(
+            f"the mixture changes {changes} times, which makes queries of up to {longest} bytes; a collation service "
+            f"takes {MAX_STAGES} changes and {MAX_QUERY_BYTES} bytes. Load the data without a service, or start a new "
+            "run"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class CollationService:
     """A service whose datasets are opened."""
 
     servers: Servers
+    versions: Mapping[str, str]  # fingerprints of versions, by name: ``grpc://host/cord@1``
+
+    def pinned(self, name: str, fingerprint: str) -> str | None:
+        """Returns the name of the version with this fingerprint of a dataset of which no version is named, or None."""
+        found = (each for each, known in self.versions.items() if known == fingerprint)
+        return next((each for each in found if each.rpartition("@")[0] == name), None)
 
     def filler(self, stream: RankStream, reading: Reading) -> ServedFiller:
         """Returns what fills the buffers of a rank's batches."""

@@ -69,7 +69,8 @@ def open_service(
         raise UsageError(f"{first.text} and {other.text} are different services; a loader reads from one")
     servers = Servers(first, options)
     opened = []
-    for served in _agreed(addresses, servers.describe(timeout)):
+    described = servers.describe(timeout)
+    for served in _agreed(addresses, described):
         name = f"{first.base}/{served.name}"
         directory = fetch_tables(name, cache_folder(cache_dir), partial(_fetch, servers, served, timeout))
         shards = ServedShards(name)
@@ -80,13 +81,14 @@ def open_service(
                 f"{served.fingerprint[:16]}. Was the dataset replaced while it is served? Restart the service."
             )
         opened.append((dataset, DatasetShards.of(name, dataset.manifest, shards)))
-    return CollationService(servers), opened
+    others = {each for description in described.values() for each in description.others}
+    return CollationService(servers, {f"{first.base}/{each.name}": each.fingerprint for each in others}), opened
 
 
 def _agreed(addresses: Sequence[ServiceAddress], found: Mapping[Server, Description]) -> list[ServedDataset]:
     """Returns the datasets of some addresses, if all servers have the same under these names."""
     chosen = {
-        server: [each for address in addresses for each in _chosen(address, description.datasets)]
+        server: [each for address in addresses for each in _chosen(address, description)]
         for server, description in found.items()
     }
     first, *others = chosen
@@ -100,15 +102,14 @@ def _agreed(addresses: Sequence[ServiceAddress], found: Mapping[Server, Descript
     return chosen[first]
 
 
-def _chosen(address: ServiceAddress, datasets: Sequence[ServedDataset]) -> list[ServedDataset]:
-    wanted = address.dataset
+def _chosen(address: ServiceAddress, description: Description) -> list[ServedDataset]:
+    wanted, datasets = address.dataset, (*description.datasets, *description.others)
     if not wanted:
-        return list(datasets)
-    found = [
-        each
-        for each in datasets
-        if each.name == wanted or (len(wanted) >= _LEAST_FINGERPRINT and each.fingerprint.startswith(wanted))
-    ]
+        return list(description.datasets)
+    found = [each for each in datasets if each.name == wanted]
+    if not found and len(wanted) >= _LEAST_FINGERPRINT:  # the names of versions are later, and say more
+        matching = {each.fingerprint: each for each in datasets if each.fingerprint.startswith(wanted)}
+        found = list(matching.values())
     if len(found) != 1:
         names = ", ".join(f"{each.name} ({each.fingerprint[:_LEAST_FINGERPRINT]})" for each in datasets)
         raise UsageError(

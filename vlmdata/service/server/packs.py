@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -16,12 +16,12 @@ import numpy.typing as npt
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
 from vlmdata.loader.fill.buffers import BufferName, BufferPool, LeasedBuffer
-from vlmdata.loader.fill.filler import Filled, filling_workers
+from vlmdata.loader.fill.filler import Filled, FillJob, filling_workers
 from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.machine import open_file_limit
 from vlmdata.storage.choices import Verify
 from vlmdata.storage.shards import DatasetShards
-from vlmdata.workers import PoolClosed, WorkersDied
+from vlmdata.workers import PoolClosed, Workers, WorkersDied
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 #: Seconds for workers to end when the server does.
@@ -91,14 +91,34 @@ class Fillers:
     """A fixed number of worker processes, with ``timeout`` seconds for one pack. Thread-safe."""
 
     def __init__(self, datasets: Sequence[DatasetShards], workers: int, verify: Verify, timeout: float):
-        self._timeout = timeout
-        # Not fork: gRPC has threads. Started now, not at the first query.
-        self._pool = filling_workers(datasets, verify, workers, "forkserver", start_now=True)
+        self._datasets, self._workers, self._verify, self._timeout = list(datasets), workers, verify, timeout
+        self._lock = threading.Lock()
+        self._under_way: set[Future[Filled]] = set()
+        self._restarts = 0  # of earlier workers
+        self._pool = self._started()
 
     @property
     def restarts(self) -> int:
-        """Number of workers that were replaced."""
-        return self._pool.restarts
+        """Number of workers that died and were replaced."""
+        return self._restarts + self._pool.restarts
+
+    def add(self, shards: DatasetShards) -> None:
+        """Adds a dataset: other workers, who know it, take over. The earlier ones end when their packs are read."""
+        with self._lock:
+            self._datasets.append(shards)
+            earlier, unread = self._pool, self._under_way
+            self._pool, self._under_way = self._started(), set()
+            self._restarts += earlier.restarts
+
+        def end() -> None:
+            wait(list(unread), self._timeout)
+            earlier.close(_GRACE_SECONDS)
+
+        threading.Thread(target=end, name="vlmdata-earlier-workers", daemon=True).start()
+
+    def _started(self) -> Workers[FillJob, Filled]:
+        # Not fork: gRPC has threads. Started now, not at the first query.
+        return filling_workers(self._datasets, self._verify, self._workers, "forkserver", start_now=True)
 
     def fill(self, request: PackRequest, name: BufferName, existing: Collection[int], on_damage: OnDamage) -> Filled:
         """Reads a pack into a buffer; see :data:`vlmdata.loader.fill.filler.FillJob`.
@@ -106,7 +126,10 @@ class Fillers:
         Raises a VlmdataError if the data is damaged or workers die over this pack, a LateFillError if it takes too long
         (the buffer may still be written to), and a BusyError if the server is closed.
         """
-        future = self._pool.submit((request, name, existing, on_damage))
+        with self._lock:
+            future, under_way = self._pool.submit((request, name, existing, on_damage)), self._under_way
+            under_way.add(future)
+        future.add_done_callback(under_way.discard)
         try:
             return future.result(self._timeout)
         except TimeoutError:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from vlmdata.errors import ConfigMismatchError, NotFoundError, UsageError, VlmdataError
+from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.data import require_one_tokenizer
 from vlmdata.loader.request.index_rows import indexed_pack, sample_table
@@ -23,6 +23,7 @@ from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.packing.plan.history import datasets_of
 from vlmdata.packing.table import SampleTable
 from vlmdata.service.protocol import BatchQuery
+from vlmdata.service.server.datasets import Datasets
 from vlmdata.service.server.packs import BusyError
 
 #: Plans kept, if they are small. Most runs use one or two at a time.
@@ -84,9 +85,8 @@ class PlanBook:
     ``memory`` is the bytes of all plans, those being computed included.
     """
 
-    def __init__(self, datasets: dict[str, VlmDataset], names: dict[str, str], memory: int, timeout: float):
-        self._datasets, self._names = datasets, names
-        self._numbers = {fingerprint: number for number, fingerprint in enumerate(datasets)}
+    def __init__(self, datasets: Datasets, memory: int, timeout: float):
+        self._datasets = datasets
         self._memory, self._timeout = memory, timeout
         self._planning = threading.Semaphore(_AT_ONCE)
         self._changed = threading.Condition()
@@ -137,7 +137,8 @@ class PlanBook:
                 raise NotFoundError(f"{query.position}: the step has {len(packs)} micro-batches per rank")
             pack = indexed_pack(kept.plan, packs[query.position.micro_batch], datasets)
             # Workers know the datasets by their numbers at this server, the plan by those of the query.
-            here = np.array([self._numbers[each] for each in query.datasets])
+            opened = list(self._datasets.opened)
+            here = np.array([opened.index(each) for each in query.datasets])
             pack = replace(pack, samples=replace(pack.samples, dataset=here[pack.samples.dataset]))
             following = next_of(query.position, kept.plan, packs)
             request = PackRequest.of(pack, query.position, following, query.parts, query.pixels, query.context_parallel)
@@ -148,13 +149,7 @@ class PlanBook:
         return request, f"{'+'.join(key.datasets)}:{key.config}"
 
     def _chosen(self, query: BatchQuery) -> tuple[VlmDataset, ...]:
-        if missing := [each for each in query.datasets if each not in self._datasets]:
-            here = ", ".join(f"{name} {fingerprint[:16]}" for fingerprint, name in self._names.items())
-            raise ConfigMismatchError(
-                f"the client wants the dataset with fingerprint {missing[0][:16]}, the server has {here}. Serve that "
-                "dataset, or open the loader again."
-            )
-        return tuple(self._datasets[each] for each in query.datasets)
+        return tuple(map(self._datasets.require, query.datasets))
 
     def _plan(self, key: PlanKey, datasets: Sequence[VlmDataset], config: PlanConfig) -> KeptPlan:
         """Returns a plan, computed now or by another query."""
@@ -187,7 +182,7 @@ class PlanBook:
             size = _bytes(table) + _uses(table, config) * _PEAK_BYTES
             self._reserve(size, deadline)
             try:
-                names = [self._names[each] for each in key.datasets]
+                names = [self._datasets.names[each] for each in key.datasets]
                 future.set_result(KeptPlan(EpochPlans(table, config, datasets, names)[key.epoch]))
             finally:
                 with self._changed:

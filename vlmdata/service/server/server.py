@@ -20,11 +20,9 @@ import pyarrow.flight as flight
 
 from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
-from vlmdata.loader.data import require_one_tokenizer
 from vlmdata.loader.fill.filler import DAMAGE, damaged_file
 from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.machine import free_descriptors, open_file_limit, raise_open_file_limit
-from vlmdata.media.codecs import require_codecs
 from vlmdata.service.protocol import (
     DESCRIBE,
     HEALTH,
@@ -33,7 +31,6 @@ from vlmdata.service.protocol import (
     BatchQuery,
     Description,
     FileQuery,
-    ServedDataset,
     decode_query,
     encode_error,
 )
@@ -41,12 +38,12 @@ from vlmdata.service.server.access import RateLimit, TokenCheck, TokenFile, mach
 from vlmdata.service.server.ahead import ReadAhead
 from vlmdata.service.server.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
 from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.datasets import Datasets
 from vlmdata.service.server.metrics import Shown, counting
 from vlmdata.service.server.packs import BusyError, FilledPack, Fillers, Packs
 from vlmdata.service.server.plans import PlanBook
 from vlmdata.service.shared_memory import this_place
 from vlmdata.storage.open import open_for_loading
-from vlmdata.storage.versions import split_version
 from vlmdata.version import __version__
 
 _log = logging.getLogger("vlmdata.service")
@@ -75,15 +72,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def __init__(self, data: Sequence[str | os.PathLike[str]], config: ServerConfig):
         raise_open_file_limit()  # each pack and each connection has one; before workers start
-        opened = [open_for_loading(each, config.cache_dir, config.cache_bytes) for each in data]
-        datasets = [dataset for dataset, _ in opened]
-        require_one_tokenizer(datasets)
-        for dataset in datasets:
-            require_codecs(dataset.manifest.features)
-        self._datasets = {each.manifest.fingerprint: each for each in datasets}
-        self._names = _names(self._datasets)
-        if len(self._datasets) < len(datasets):
-            raise UsageError("one of the datasets is given twice")
+        self.datasets = Datasets(data, lambda place: open_for_loading(place, config.cache_dir, config.cache_bytes))
         self.config = config
         # First: an error must not leave workers behind.
         self.metrics = counting(config, self._shown, self.problem)
@@ -92,9 +81,10 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         tokens = {}
         if config.token_file is not None:
             tokens = {"token": TokenCheck(TokenFile(config.token_file), partial(self.metrics.refused, "token"))}
-        self.plans = PlanBook(self._datasets, self._names, config.plan_memory, config.timeout)
+        self.plans = PlanBook(self.datasets, config.plan_memory, config.timeout)
         self.answers, self.files = (Answers(config.stall, config.pack_memory) for _ in range(2))
-        self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
+        self._fillers = Fillers(self.datasets.shards, config.workers, config.verify, config.timeout)
+        self.datasets.on_opened = self._fillers.add
         self.packs = Packs(self._fillers, config.pack_memory, config.timeout, self.answers.packs, self.answers.relieve)
         self.ahead = ReadAhead(self.plans, self.packs, config.ahead, 2 * config.workers)
         self._damaged: dict[str, str] = {}  # what was wrong first, by file
@@ -131,8 +121,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def describe(self) -> Description:
         """Returns what clients need to know of this server."""
-        served = tuple(ServedDataset(self._names[each], each) for each in self._datasets)
-        return Description(PROTOCOL, __version__, served)
+        return Description(PROTOCOL, __version__, *self.datasets.offered())
 
     def status(self) -> dict[str, Any]:
         """Returns the state of this server as JSON values."""
@@ -251,9 +240,9 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             answer.wait()
 
     def _file(self, query: FileQuery) -> FileAnswer:
-        if query.dataset not in self._datasets or query.name not in _FILES:
+        if query.name not in _FILES:
             raise NotFoundError(f"no file {query.name!r} of a dataset {query.dataset[:16]}")
-        answer = FileAnswer(self._datasets[query.dataset].directory / query.name)
+        answer = FileAnswer(self.datasets.require(query.dataset).directory / query.name)
         with self._calls_lock:
             if len(self.files) >= _FILES_AT_ONCE and not self.files.relieve():
                 raise BusyError("too many files are being sent")
@@ -323,14 +312,6 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
 def _printable(error: Exception) -> str:
     """Returns an error for the log: parts of it come from the client."""
     return str(error)[:_LONGEST_LOGGED].encode("unicode_escape").decode()
-
-
-def _names(datasets: dict[str, Any]) -> dict[str, str]:
-    """Returns a name for each dataset: its folder's, or where several have the same, with its fingerprint."""
-    places = {each: split_version(dataset.name)[0] for each, dataset in datasets.items()}
-    names = {fingerprint: Path(place).name for fingerprint, place in places.items()}
-    several = {name for name in names.values() if list(names.values()).count(name) > 1}
-    return {each: f"{name}-{each[:8]}" if name in several else name for each, name in names.items()}
 
 
 def _read(path: Path | None) -> bytes:
