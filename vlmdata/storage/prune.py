@@ -78,7 +78,7 @@ def plan_prune(store: Store, numbers: Collection[int]) -> PrunePlan:
     newest = versions[-1].number
     for number in numbers:
         if number == newest:
-            raise UsageError(f"{store}: version {number} is the newest, which is not pruned. Remove {store} instead.")
+            raise UsageError(f"{store}: version {number} is the newest, which is not pruned.")
         if not 1 <= number < newest:
             raise UsageError(f"{store}: has no version {number}. It has {', '.join(str(v.number) for v in versions)}.")
     left = tuple(each for each in versions if each.number not in numbers)
