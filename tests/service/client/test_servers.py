@@ -18,7 +18,7 @@ from vlmdata.loader.fill.buffers import BufferPool
 from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.address import Server, parse_address
 from vlmdata.service.client import servers as module
-from vlmdata.service.client.connection import CertificateError, ServerLostError
+from vlmdata.service.client.connection import CertificateError, ServerLostError, TokenRefusedError
 from vlmdata.service.client.filler import Race
 from vlmdata.service.client.servers import Servers
 
@@ -192,6 +192,25 @@ def test_a_loader_is_as_patient_as_its_timeout() -> None:
         place = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ResourceError, match=r"no server answered within 0\.3 s"):
             StreamingLoader(place, capacity=1024, global_batch=2, timeout=0.3)
+
+
+@pytest.mark.parametrize("kind", [TokenRefusedError, CertificateError])
+def test_what_a_server_refuses_is_read_again_for_each_attempt(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    servers, forgotten, answers = servers_of("grpc://10.0.0.1"), list[Server](), [kind("refused")] * 3
+
+    def batch(*_: Any) -> Filled:
+        if answers:
+            raise answers.pop()
+        return Filled(5)
+
+    monkeypatch.setattr(servers, "connection", lambda _: SimpleNamespace(batch=batch))
+    monkeypatch.setattr(servers, "forget", forgotten.append)
+    query: Any = SimpleNamespace(dp_rank=0)
+    lease, filled = Race(servers, query, 5, BufferPool(), True, 240.0).fetch(threading.Event())
+    assert (filled, len(forgotten)) == (Filled(5), 3)
+    lease.release()
 
 
 def test_a_token_file_that_is_absent_for_a_moment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
