@@ -94,6 +94,10 @@ def linear_attention_over_the_pack(model: Any) -> Forward:
     return _linear(model, convolution=False, rule=False)
 
 
+def an_opaque_layer_over_the_pack(model: Any) -> Forward:
+    return _linear(model, convolution=False, rule=False, heard=False)
+
+
 def _with_inputs(model: Any, change: Callable[[dict[str, Any], PackedBatch], dict[str, Any]]) -> Forward:
     def forward(batch: PackedBatch) -> Any:
         with packed(model):

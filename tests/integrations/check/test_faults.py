@@ -32,6 +32,7 @@ PLANTED: list[tuple[Callable[[Any], faults.Forward], tuple[str, ...], list[Leak]
     (faults.linear_attention_over_the_pack, ("qwen3_5",), [Leak.CONVOLUTION, Leak.STATE], True),
     (faults.no_cu_seqlens_in_an_opaque_layer, ("qwen3_5",), [Leak.STATE], True),
     (faults.no_borders_in_an_opaque_layer, ("qwen3_5_moe",), [Leak.CONVOLUTION], True),
+    (faults.an_opaque_layer_over_the_pack, ("qwen3_5",), [Leak.STATE, Leak.CONVOLUTION], True),
     (faults.attention_over_the_pack, ("qwen2_5_vl", "qwen3_5"), [Leak.ATTENTION], True),
     (faults.positions_that_do_not_restart, ("qwen3_vl", "qwen3_5_moe"), [Leak.POSITION], None),
     (faults.pixels_of_another_sample, ("qwen2_5_vl", "qwen3_vl_moe"), [Leak.PIXELS], None),

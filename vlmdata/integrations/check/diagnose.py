@@ -224,9 +224,15 @@ def _reaching(scene: Scene) -> list[Diagnosis]:
         if not place.function and any(other.startswith(f"{name}.") for other in scene.influences):
             continue  # one of its functions is the place
         kind = _by_function(place.function) if place.function else _by_owner(name, scene, False, False)
-        places = found[kind].places + 1 if kind in found else 1
-        first = found.get(kind) or Diagnosis(kind, name, "its output", "forward", influence.largest, 0.0)
-        found[kind] = replace(first, places=places, crosses=True, evidence=first.evidence or _reach_words(influence))
+        by_kind = {kind: influence}
+        if kind is Leak.STATE and influence.convolution is not None:
+            by_kind[Leak.CONVOLUTION] = influence.convolution
+        for kind, influence in by_kind.items():
+            places = found[kind].places + 1 if kind in found else 1
+            first = found.get(kind) or Diagnosis(kind, name, "its output", "forward", influence.largest, 0.0)
+            found[kind] = replace(
+                first, places=places, crosses=True, evidence=first.evidence or _reach_words(influence)
+            )
     return list(found.values())
 
 

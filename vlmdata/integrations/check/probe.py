@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,8 @@ from vlmdata.integrations.check.record import Site, Tensors, named_arguments, no
 
 #: A change of an output row above this share of its size is an influence. The inputs of a sample change by about 1.
 _SEEN = 1e-6
+#: ``A_log`` with which a state is multiplied by less than exp(-100) from each token to the next.
+_FORGETS = 10.0
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,14 @@ class Influence:
         largest: Largest relative change of a row of another sample.
         near: Whether the last tokens of a sample reach another, as through a short convolution.
         far: Whether the tokens before these do.
+        convolution: How far samples reach through the convolution of a layer whose state reaches others, too.
     """
 
     pairs: tuple[tuple[str, str], ...]
     largest: float
     near: bool
     far: bool
+    convolution: Influence | None = None
 
     @property
     def crosses(self) -> bool:
@@ -70,23 +75,45 @@ def probe(
         named = {name: replaced(value, noisy, name) for name, value in not_shared(kwargs).items()}
         return {path: each for path, each in tensors_of(compute(*given, **named)).items() if path in out}
 
-    def change(after: Tensors, rows: SampleSpans) -> float:
+    def change(before: Tensors, after: Tensors, rows: SampleSpans) -> float:
         return max(_change(before[path], after[path], out[path], *rows.spans[unit]) for path in before)
 
-    before, again = outputs(0, 0), outputs(0, 0)
-    others = [each for each in data.rows if each.count(unit)]
-    seen = max(_SEEN, 3 * max(change(again, each) for each in others))
-    pairs: dict[tuple[str, str], float] = {}
-    reached = set()
-    for (begin, end), source in zip(_segments(data, unit), data.rows, strict=True):
-        for first, last, part in _parts(begin, end, place.module):
-            after = outputs(first, last)
-            for other in others:
-                if other is not source and (found := change(after, other)) > seen:
-                    pair = (source.key, other.key)
-                    pairs[pair] = max(found, pairs.get(pair, 0.0))
-                    reached.add(part)
-    return Influence(tuple(pairs), max(pairs.values(), default=0.0), "near" in reached, "far" in reached)
+    def influence(wanted: tuple[str, ...]) -> Influence:
+        before, again = outputs(0, 0), outputs(0, 0)
+        others = [each for each in data.rows if each.count(unit)]
+        seen = max(_SEEN, 3 * max(change(before, again, each) for each in others))
+        pairs: dict[tuple[str, str], float] = {}
+        reached = set()
+        for (begin, end), source in zip(_segments(data, unit), data.rows, strict=True):
+            for first, last, part in _parts(begin, end, place.module):
+                after = outputs(first, last) if part in wanted else before
+                for other in others:
+                    if other is not source and (found := change(before, after, other)) > seen:
+                        pair = (source.key, other.key)
+                        pairs[pair] = max(found, pairs.get(pair, 0.0))
+                        reached.add(part)
+        return Influence(tuple(pairs), max(pairs.values(), default=0.0), "near" in reached, "far" in reached)
+
+    found = influence(("near", "far"))
+    decay = getattr(place.module, "A_log", None)
+    if place.function or not (found.near and found.far) or not isinstance(decay, torch.Tensor):
+        return found
+    with _forgetting(decay):  # the state hides what the convolution lets through
+        through = influence(("near",))
+    return replace(found, convolution=through if through.crosses else None)
+
+
+@contextmanager
+def _forgetting(decay: torch.Tensor) -> Iterator[None]:
+    """Lets the state of a delta rule decay to nothing from each token to the next."""
+    kept = decay.detach().clone()
+    try:
+        with torch.no_grad():
+            decay.fill_(_FORGETS)
+        yield
+    finally:
+        with torch.no_grad():
+            decay.copy_(kept)
 
 
 def _parts(begin: int, end: int, module: torch.nn.Module) -> list[tuple[int, int, str]]:
