@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmdata.cli.console import results
+from vlmdata.families import family
 from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import (
     DROPPED_REASONING,
@@ -35,6 +36,7 @@ from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.terminal.draw import histogram_table
 from vlmdata.inspect.text import one_line
 from vlmdata.media.codecs import VIDEO, codecs_of
+from vlmdata.preprocess.cli.served import Bounds, bounds_lines
 from vlmdata.preprocess.config import EMBEDDED, Overlong, TrainTurns
 from vlmdata.preprocess.run.dataset import PartResult, RunResult
 from vlmdata.preprocess.run.row_table import read_row_table
@@ -66,6 +68,7 @@ class Report:
     failed_row: int | None  # the first with an unexpected error
     command: str
     has_turns: bool  # whether any sample is a conversation
+    served: Bounds | None = None  # image bounds of the model's own processor
     left_out: int = 0  # rejected candidates that do not count for the rate: the dataset before lacks them too
 
     @property
@@ -132,6 +135,7 @@ class Report:
             "train_turns": self._options["train_turns"],
             "turns": dict(self.manifest.turns),
             "max_reject_rate": self.max_reject_rate,
+            "processor_image_bounds": self.served,
             "lengths": None if self.lengths is None else _lengths_to_json(self.lengths),
             "shards": len(self.manifest.shards),
             "shards_made": self.result.made,
@@ -156,6 +160,8 @@ class Report:
             lines.append(f"learned: {_LEARNED[TrainTurns(turns)]} (--train-turns {turns})")
         ids = counted(tokenizer.vocab_size, "id")
         lines.append(f"recipe {self._options['recipe']}, tokenizer {tokenizer.name} ({ids}{trial})")
+        if self.served is not None and self.manifest.totals.items:
+            lines += bounds_lines(self._options, family(self._options["family"]), self.served)
         lines += self._turn_lines()
         lines += self._key_lines()
         for example in self.examples:
@@ -250,10 +256,12 @@ def report_of(
     max_reject_rate: float,
     command: str = "the command",
     left_out: int = 0,
+    served: Bounds | None = None,
 ) -> Report:
     """Creates the report of a finished run; ``command`` is the one to which to add ``--trace``, in words.
 
-    ``left_out`` is the number of rejected candidates that do not count for the rate.
+    ``left_out`` is the number of rejected candidates that do not count for the rate, ``served`` the image bounds of the
+    model's own processor.
     """
     manifest = result.manifest
     store = store.below(result.folder) if result.folder else store
@@ -276,6 +284,7 @@ def report_of(
         command=command,
         has_turns=bool(index.column("target_turns").to_numpy().any()),
         left_out=left_out,
+        served=served,
     )
 
 

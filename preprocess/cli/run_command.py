@@ -32,6 +32,7 @@ from vlmdata.preprocess.cli.lengths_text import print_lengths
 from vlmdata.preprocess.cli.locations import output_store, source_place
 from vlmdata.preprocess.cli.progress import ProgressDisplay
 from vlmdata.preprocess.cli.report import PartReport, Report, report_of, show
+from vlmdata.preprocess.cli.served import served_bounds
 from vlmdata.preprocess.cli.trace_text import print_trace
 from vlmdata.preprocess.config import EMBEDDED, PreprocessConfig
 from vlmdata.preprocess.encode import Encoder
@@ -216,7 +217,7 @@ def _make(
     if isinstance(made, PartResult):
         return PartReport(output.store, made, seconds)
     repeat = "the command" if output.split is None else f"the command, with only --split {output.split},"
-    return report_of(output.store, made, seconds, command.max_reject_rate, repeat)
+    return report_of(output.store, made, seconds, command.max_reject_rate, repeat, served=served_bounds(config))
 
 
 def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) -> None:

@@ -1,4 +1,4 @@
-"""The chat template of a folder is the one that AutoProcessor takes."""
+"""The chat template of a folder is the one that AutoProcessor takes; the image bounds are compared with its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.chat_rows import write_jsonl
+from tests.chat_rows import mixed_rows, write_jsonl
 from tests.preprocess.chat.unusual import TEMPLATE, write_tokenizer
 from tests.preprocess.command_line import Ended
 from vlmdata.errors import SourceError
 from vlmdata.preprocess.chat.tokenizer import load_tokenizer
+from vlmdata.preprocess.cli.served import served_bounds
+from vlmdata.preprocess.config import PreprocessConfig
 
 J, L, P, T = (f"{TEMPLATE}{{# {name} #}}" for name in "JLPT")
 IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": 16}
@@ -92,3 +94,54 @@ def test_a_folder_without_processor_has_the_tokenizers_templates(tmp_path: Path)
     assert (one.hf.chat_template, one.template.file) == (T, "tokenizer_config.json")
     several = load_tokenizer(write_folder(tmp_path / "several", processor=False, jinja=J, more=T), None, "qwen3_vl")
     assert several.hf.chat_template == {"default": J, "tool_use": T}
+
+
+PROCESSORS = {
+    "qwen3_vl": {**IMAGES, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}},
+    "qwen2_5_vl": {**IMAGES, "processor_class": "Qwen2_5_VLProcessor", "min_pixels": 3136, "max_pixels": 12_845_056},
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_the_bounds_of_the_models_processor(tmp_path: Path, family: str, nested: bool) -> None:
+    from transformers import AutoImageProcessor
+
+    fields = PROCESSORS[family]
+    if nested:
+        (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": fields}))
+    else:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    size = AutoImageProcessor.from_pretrained(tmp_path).size
+    found = served_bounds(PreprocessConfig(tokenizer=str(tmp_path), family=family))
+    assert found == (size["shortest_edge"], size["longest_edge"])
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "bounds"),
+    [
+        ("internvl", {"min_patches": 1, "max_patches": 6}, (448**2, 6 * 448**2)),
+        ("gemma4", {"max_soft_tokens": 560}, (70 * 48**2, 560 * 48**2)),
+        ("qwen3_5", {}, None),
+    ],
+)
+def test_bounds_in_units_of_the_family(
+    tmp_path: Path, family: str, fields: dict[str, int], bounds: tuple[int, int] | None
+) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    assert served_bounds(PreprocessConfig(tokenizer=str(tmp_path), family=family)) == bounds
+
+
+def test_the_summary_says_that_the_processor_makes_other_sizes(tmp_path: Path, vlmdata: Callable[..., Ended]) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", mixed_rows()[:1])
+    name = write_folder(tmp_path / "tokenizer", jinja=J)
+    (tmp_path / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(PROCESSORS["qwen3_vl"]))
+    command = ("preprocess", rows, "--tokenizer", name, "--workers", 1)
+    ended = vlmdata(*command, "--out", tmp_path / "out")
+    assert (
+        "images have 200,704 to 1,003,520 pixels (up to 980 tokens); the model's own processor makes 65,536 to "
+        "16,777,216 pixels (up to 16,384 tokens) of them serve the model with the bounds of this dataset, or repeat "
+        "the command with --min-pixels 65536 --max-pixels 16777216 --max-length 32768 for those of the processor"
+    ) in ended.said, ended.said
+    same = vlmdata(*command, "--out", tmp_path / "same", "--min-pixels", 65_536, "--max-pixels", 16_777_216)
+    assert (same.code, "own processor" in same.said) == (0, False), same.said
