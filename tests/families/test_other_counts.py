@@ -18,6 +18,8 @@ from tests.chat_rows import MIXED_ACCEPTED, image_item, mixed_rows, turn, write_
 from tests.conftest import encoded_image
 from tests.families import other_counts
 from tests.families.other_counts import BREAK, ONE_MORE, ROWS
+from tests.inspect.browser import Visit, launched
+from tests.inspect.serving import serving as inspecting
 from tests.media.video.clips import clip
 from tests.service.servers import assert_equal, serving
 from vlmdata import families
@@ -203,6 +205,31 @@ def test_inspect_shows_what_each_token_stands_for(place: Place, data: VlmDataset
             assert [cell for cell in image.cells or () if cell >= 0] == list(range(block.count(PADS[0])))
         for frame, of_frame in zip(shown.images[-1].frames, blocks[1:], strict=False):
             assert frame.tokens == len(of_frame)
+
+
+@pytest.mark.slow
+def test_the_page_marks_the_patches_of_a_token_and_the_token_of_a_patch(place: Place, data: VlmDataset) -> None:
+    image = describe_sample(data, 0).images[0]
+    _, rows, columns = (side // 2 for side in image.grid)
+    assert rows > 1
+    second = image.start + columns + (place.name == "rows")  # the first token of the second row of patches
+    none = image.start + (image.tokens - 1 if place.name == "one_more" else columns)
+    with launched() as browser, inspecting(place.folder / "data") as client:
+        visit = Visit(browser, client.home)
+        visit.open_sample(0)
+        visit.page.keyboard.press("u")
+        visit.page.hover(f".cell[data-i='{second}']")
+        spot = visit.page.locator(".spot")
+        assert [spot.get_attribute(name) for name in ("x", "y", "visibility")] == ["0", "2", "visible"]
+        assert visit.field("image") == "0, patch rows 2–3, columns 0–1"
+        visit.page.hover(f".cell[data-i='{none}']")
+        assert spot.get_attribute("visibility") == "hidden"
+        assert visit.field("image") == "0, no patches"
+        box = visit.page.locator(".picture svg").bounding_box()
+        assert box is not None
+        visit.page.mouse.move(box["x"] + 2, box["y"] + 1.5 * box["height"] / rows)
+        assert visit.field("token") == f"{second}"
+        assert visit.complaints == []
 
 
 def test_a_lost_token_is_found(place: Place, data: VlmDataset) -> None:
