@@ -37,7 +37,7 @@ from vlmdata.storage.folder import Folder
 from vlmdata.wording import counted
 
 #: Fingerprints of what makes text; all others are of pixels, which stay what they are.
-_OF_TEXT = frozenset({"vlmdata", "schema", "tokenizer", "chat_template", "recipe", "family_source"})
+_OF_TEXT = frozenset({"vlmdata", "schema", "tokenizer", "chat_template", "recipe", "family_source", "think_block"})
 _LIBRARIES, _TEXT_LIBRARIES = "libraries", frozenset({"jinja2", "tokenizers", "transformers"})
 
 

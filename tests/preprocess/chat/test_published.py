@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.chat_rows import write_jsonl
-from tests.conftest import encoded_image
+from tests.conftest import encoded_image, tree_bytes
 from tests.preprocess.chat.published import PUBLISHED
 from vlmdata.format.schema import sample_key
 from vlmdata.preprocess.chat.inference import opens_block
@@ -28,12 +28,15 @@ from vlmdata.preprocess.encode import EncodedSample, Encoder
 from vlmdata.preprocess.encode.encoder import encode_turns
 from vlmdata.preprocess.encode.probe import _index_row
 from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recode.run import OldDataset
 from vlmdata.preprocess.reject import RowRejected
+from vlmdata.preprocess.retokenize.run import retokenize_dataset
 from vlmdata.preprocess.row import Row
 from vlmdata.preprocess.run.dataset import preprocess_dataset
 from vlmdata.preprocess.shards.fingerprints import identity_changes
 from vlmdata.preprocess.sources.open import open_source
 from vlmdata.reasons import Reason
+from vlmdata.storage import open_store
 from vlmdata.verify.sample import SampleRules, audit_sample
 
 CHATML = [name for name, form in PUBLISHED.items() if form.family != "gemma4"]
@@ -267,6 +270,21 @@ def test_a_dataset_of_an_earlier_version_without_these_blocks_is_not_continued(t
     kept = {name: value for name, value in made["fingerprints"].items() if name != "think_block"}
     (change,) = identity_changes({"config": made | {"fingerprints": kept}}, {"config": made, "tokenizer": {}})
     assert change.startswith("config.fingerprints.think_block")
+
+
+def test_a_dataset_with_these_blocks_is_retokenized(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages_of(asked("A."))}])
+    thinking, plain = (
+        PUBLISHED[name].tokenizer(tmp_path / name) for name in ("Qwen3-VL Thinking", "Qwen3-VL Instruct")
+    )
+    for before, now in ((plain, thinking), (thinking, plain)):
+        config, other = (PreprocessConfig(tokenizer=name, family="qwen3_vl", recipe="chat") for name in (before, now))
+        for name, options in (("old", config), ("wanted", other)):
+            preprocess_dataset(open_source(str(rows), recipe="chat"), tmp_path / name, options, overwrite=True)
+        old = OldDataset.open(tmp_path / "old")
+        source = open_source(str(rows), recipe="chat")
+        retokenize_dataset(old, open_store(tmp_path / "again"), other, source=source, overwrite=True)
+        assert tree_bytes(tmp_path / "again") == tree_bytes(tmp_path / "wanted")
 
 
 # --- tools, parts and prompts -----------------------------------------------------------------------------------------
