@@ -120,6 +120,7 @@ def _to_json(made: Conversation | Document) -> dict[str, Any]:
             "tool_calls": [dict(call) for call in turn.tool_calls],
             "loss_weight": turn.loss_weight,
             **({} if turn.call_id is None else {"call_id": turn.call_id}),
+            **({} if turn.tool_name is None else {"tool_name": turn.tool_name}),
         }
         for turn in made.messages
     ]

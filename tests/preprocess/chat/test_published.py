@@ -26,8 +26,9 @@ from vlmdata.preprocess.config import PreprocessConfig, SpecialText, TrainThink,
 from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from vlmdata.preprocess.encode import EncodedSample, Encoder
 from vlmdata.preprocess.encode.encoder import encode_turns
+from vlmdata.preprocess.encode.kept import Kept, kept_text
 from vlmdata.preprocess.encode.probe import _index_row
-from vlmdata.preprocess.recipes.base import load_recipe
+from vlmdata.preprocess.recipes.base import Candidate, load_recipe
 from vlmdata.preprocess.recode.run import OldDataset
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.retokenize.run import retokenize_dataset
@@ -316,6 +317,11 @@ def test_a_response_may_name_its_tool(tokenizers: dict[str, ChatTokenizer], name
     ):
         with pytest.raises(RowRejected, match="which is the id of no call before it, or of several"):
             learned(tokenizer, talk)
+
+
+def test_a_stored_conversation_is_the_same() -> None:
+    talk = calls(said("tool", "dark", tool_name="look"), said("tool", "nobody", call_id="ask"))
+    assert Kept.read(kept_text(talk, Candidate(talk), 1)).rebuilt(lambda *_: pytest.fail("it has no images")) == talk
 
 
 def test_a_template_that_writes_another_name_is_noticed(tmp_path: Path) -> None:
