@@ -50,17 +50,18 @@ ROW = '{"messages": [{"role": "user", "content": "Two and %d?"}, {"role": "assis
 def test_a_project_with_files_of_the_same_names_runs_everything(tmp_path: Path) -> None:
     """The files come first on the path of every process, workers included."""
     pytest.importorskip("megatron.core")
-    (tmp_path / "tests").mkdir()
-    for name in ("model.py", "preprocess.py", "train.py", "tests/__init__.py"):
-        (tmp_path / name).write_text(OWN)
-    (tmp_path / "run.py").write_text(PROJECT)
+    scripts = tmp_path / "scripts"  # not beside inspect.py, which would hide Python's own from any script there
+    scripts.mkdir()
+    (tmp_path / "inspect.py").write_text(OWN)
+    (scripts / "run.py").write_text(PROJECT)
     (tmp_path / "recipe.py").write_text(RECIPE)
     (tmp_path / "rows.jsonl").write_text("".join(ROW % (number, number + 2) for number in range(3)))
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for name in ("model.py", "preprocess.py", "train.py"):
+        (scripts / name).write_text(OWN)
     ended = subprocess.run(
-        [sys.executable, "run.py"],
+        [sys.executable, "scripts/run.py"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,

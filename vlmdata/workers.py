@@ -15,9 +15,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -305,12 +305,30 @@ class _Worker[Job, Result]:
 
 
 def _started(process: BaseProcess) -> None:
-    for pause in _PAUSES:
-        try:
-            return process.start()
-        except RuntimeError:
-            time.sleep(pause)
-    return process.start()
+    with _outside_the_working_folder():
+        for pause in _PAUSES:
+            try:
+                return process.start()
+            except RuntimeError:
+                time.sleep(pause)
+        return process.start()
+
+
+@contextmanager
+def _outside_the_working_folder() -> Iterator[None]:
+    """Lets new processes not import from the working folder until they have this one's ``sys.path``.
+
+    They start as ``python -c …``, which looks there first: an ``inspect.py`` of the user's would hide Python's own.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 #: Two loaders in one process, one to train and one to evaluate, start their workers from two threads.
@@ -333,12 +351,13 @@ def start_worker_server(preload: Sequence[str]) -> None:
     a terminal; this process and its workers ignore it and leave it to the parent.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
-    resource_tracker.ensure_running()  # first, as it unblocks SIGINT when it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _outside_the_working_folder():
+        resource_tracker.ensure_running()  # first, as it unblocks SIGINT when it starts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_worker_server() -> None:

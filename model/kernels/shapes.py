@@ -151,7 +151,15 @@ class Kernels:
 
     def command(self) -> list[str]:
         """Returns the command of the process that compiles them: :mod:`vlmdata.model.kernels.compile_ahead`."""
-        return [sys.executable, "-W", "ignore", "-m", "vlmdata.model.kernels.compile_ahead", pickle.dumps(self).hex()]
+        return [
+            sys.executable,
+            "-P",
+            "-W",
+            "ignore",
+            "-m",
+            "vlmdata.model.kernels.compile_ahead",
+            pickle.dumps(self).hex(),
+        ]
 
     def run(self, device: str) -> None:
         """Runs all, forward and backward. Device ``meta`` gives tensors without content."""
