@@ -166,7 +166,8 @@ class Report:
         lines += self._key_lines()
         for example in self.examples:
             message = one_line(example.message, _MESSAGE_LENGTH)
-            lines.append(f"{example.reason}, for example row {example.row}: {message}")
+            place = f" ({one_line(example.place)})" if example.place else ""
+            lines.append(f"{example.reason}, for example row {example.row}{place}: {message}")
         if self.examples:
             lines.append(f"rejected rows, with reasons: {self._ledger}")
         if self.failed_row is not None:
@@ -257,11 +258,12 @@ def report_of(
     command: str = "the command",
     left_out: int = 0,
     served: Bounds | None = None,
+    is_side: bool = False,
 ) -> Report:
     """Creates the report of a finished run; ``command`` is the one to which to add ``--trace``, in words.
 
     ``left_out`` is the number of rejected candidates that do not count for the rate, ``served`` the image bounds of the
-    model's own processor.
+    model's own processor. Of a side of a holdout, ``is_side``, ``--trace`` takes numbers in the source.
     """
     manifest = result.manifest
     store = store.below(result.folder) if result.folder else store
@@ -280,7 +282,7 @@ def report_of(
         seconds=seconds,
         max_reject_rate=max_reject_rate,
         examples=tuple(each for reason in dict.fromkeys(shown[:_EXAMPLES]) for each in first[reason]),
-        failed_row=_source_row(store, manifest, failed[0].row) if failed else None,
+        failed_row=_traced_row(store, manifest, failed[0].row, is_side) if failed else None,
         command=command,
         has_turns=bool(index.column("target_turns").to_numpy().any()),
         left_out=left_out,
@@ -288,9 +290,9 @@ def report_of(
     )
 
 
-def _source_row(store: Store, manifest: Manifest, row: int) -> int:
-    """Returns the number in the source of a row: in versions after the first, rows keep their earlier numbers."""
-    if not manifest.version:
+def _traced_row(store: Store, manifest: Manifest, row: int, is_side: bool) -> int:
+    """Returns the number that ``--trace`` takes for a row: in later versions, rows keep their earlier numbers."""
+    if not (manifest.version and is_side):
         return row
     rows = read_row_table(store, manifest)
     return int(rows["source_row"][rows["row"].index(row).as_py()].as_py())

@@ -50,7 +50,7 @@ from vlmdata.preprocess.run.dataset import PartResult, RunResult, Watcher, prepr
 from vlmdata.preprocess.run.directory import rows_per_shard_in
 from vlmdata.preprocess.run.lengths import measure_lengths
 from vlmdata.preprocess.run.limits import parse_limits
-from vlmdata.preprocess.run.trace import trace_row
+from vlmdata.preprocess.run.trace import number_in_source, trace_row
 from vlmdata.preprocess.sources.holdout import TRAIN, VALIDATION, hold_out
 from vlmdata.preprocess.sources.open import DEMO, open_source
 from vlmdata.preprocess.sources.rows import Source
@@ -83,7 +83,11 @@ def run_command(command: PreprocessCommand) -> int:
             end_worker_server()
         raise
     if command.trace is not None:
-        return _trace(sources[names[0]], command.config, command.trace)
+        (source,) = sources.values()
+        number = command.trace
+        if store is not None and command.holdout is None:
+            number = number_in_source(store, source, number)
+        return _trace(source, command.config, number)
     if command.lengths is not None:
         return _measure(sources[names[0]], command, talk)
     assert store is not None
@@ -217,7 +221,8 @@ def _make(
     if isinstance(made, PartResult):
         return PartReport(output.store, made, seconds)
     repeat = "the command" if output.split is None else f"the command, with only --split {output.split},"
-    return report_of(output.store, made, seconds, command.max_reject_rate, repeat, served=served_bounds(config))
+    served, is_side = served_bounds(config), output.name is not None
+    return report_of(output.store, made, seconds, command.max_reject_rate, repeat, served=served, is_side=is_side)
 
 
 def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) -> None:

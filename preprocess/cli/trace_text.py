@@ -27,7 +27,8 @@ _TARGET = "bold green"
 
 def print_trace(console: Console, traced: TracedRow, recipe: str, tokenizer: ChatTokenizer) -> None:
     """Prints a traced row, its tokens decoded."""
-    console.print(Text(f"source row {traced.number:,} of {traced.rows:,}", "bold"))
+    place = f" ({visible(traced.place)})" if traced.place else ""
+    console.print(Text(f"source row {traced.number:,} of {traced.rows:,}{place}", "bold"))
     if traced.row is not None:
         columns = traced.row.values.items()
         console.print(facts(*((visible(str(name)), data(_shown(value)), "") for name, value in columns)))

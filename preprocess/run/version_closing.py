@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import index_schema
-from vlmdata.format.ledger import read_ledger
+from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash
 from vlmdata.format.schema import (
     IMAGE_FILES,
@@ -128,8 +128,7 @@ def _merged(place: Store, newest: Newest, identity: Mapping[str, Any], records: 
         values = list(map(values_of, table.select([field.name for field in source_fields(table.schema)]).to_pylist()))
         values += [row for shard in shards for row in source_values(place.read(progress_name(shard, "parquet")))]
         index = _with_source_columns(index, values, names)
-    known = set(kept["row"].to_pylist())
-    ledger = [(each.row, each.reason.value, each.to_line()) for each in rejections if each.row in known]
+    ledger = [(each.row, each.reason.value, each.to_line()) for each in _moved(rejections, kept)]
     ledger += _made_rejections(place, records)
     folder_now, before = folder_of(info.number), newest.folder
     infos = [
@@ -275,6 +274,16 @@ def _by_shard(table: pa.Table) -> Iterator[pa.Table]:
     groups = shards // max(1, -(-(int(shards[-1]) + 1) // _ROW_GROUPS)) if len(shards) else shards
     for first, stop in pairwise([*np.flatnonzero(np.diff(groups, prepend=-1)).tolist(), len(shards)]):
         yield table.slice(first, stop - first)
+
+
+def _moved(rejections: Sequence[Rejection], kept: pa.Table) -> Iterator[Rejection]:
+    """Yields the rejections of kept rows, with the places that the rows have now."""
+    numbers = pa.array([each.row for each in rejections], pa.int64())
+    rows = kept.filter(pc.is_in(kept["row"], value_set=numbers)).drop_columns(["source_row"]).to_pylist()
+    places = {each.pop("row"): each for each in rows}
+    for each in rejections:
+        if (place := places.get(each.row)) is not None:
+            yield replace(each, **{"file": None, "file_row": None, **place})
 
 
 def _made_rejections(place: Store, records: Sequence[ShardRecord]) -> Iterator[tuple[int, str, bytes]]:

@@ -117,7 +117,8 @@ class VersionPlan:
     info: VersionInfo
     store: Store  # of its files
     source: Source  # the rows to make
-    kept: pa.Table  # int64 columns of the kept rows, ascending: row, source_row
+    #: The kept rows, ascending: row and source_row (int64), and if known file (text) and file_row (int64).
+    kept: pa.Table
 
     def identity(self, run: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what another run must share to continue it."""
@@ -178,7 +179,12 @@ def plan_version(
         rows_sha256=digest,
     )
     made = replace(source, numbers=SelectedRows.of(chosen), first_number=first)
-    kept = pa.table({"row": kept_rows, "source_row": kept_numbers})
+    columns = {"row": kept_rows, "source_row": kept_numbers}
+    if source.files is not None:
+        files, file_rows = source.files.places(kept_numbers)
+        names = pa.DictionaryArray.from_arrays(pa.array(files, pa.int32()), pa.array(source.files.names, pa.string()))
+        columns |= {"file": names, "file_row": file_rows}
+    kept = pa.table(columns)
     return VersionPlan(info, store_of_version(store, info.number), made, kept)
 
 

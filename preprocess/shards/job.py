@@ -43,7 +43,7 @@ from vlmdata.preprocess.shards.read_ahead import rows_of
 from vlmdata.preprocess.shards.rows import ROWS_SUFFIX, RowRecord, write_rows
 from vlmdata.preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
 from vlmdata.preprocess.sources.row_digests import row_digest
-from vlmdata.preprocess.sources.rows import Source
+from vlmdata.preprocess.sources.rows import Source, id_of
 from vlmdata.storage import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"
@@ -226,7 +226,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     ):
         for at, (source_row, row) in enumerate(rows, start=job.row_start):
             number = context.source.allotted(at, source_row)
-            outcomes.append(_add_row(number, row, job.number, context, writer))
+            outcomes.append(_add_row(number, source_row, row, job.number, context, writer))
             records.append(_record_of(number, source_row, None if source_row in job.deadly else row, outcomes[-1]))
             if on_row is not None:
                 on_row(outcomes[-1])
@@ -267,16 +267,25 @@ def _record_of(number: int, source_row: int, row: Row | RowRejected | None, outc
     )
 
 
-def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardContext, writer: ShardWriter) -> RowOutcome:
+def _add_row(
+    number: int,
+    source_row: int,
+    row: Row | RowRejected,
+    shard: int,
+    context: ShardContext,
+    writer: ShardWriter,
+) -> RowOutcome:
     """Writes the samples of a row to the shard. Returns what became of it."""
     config = context.encoder.config
+    place = context.source.place(source_row)
     if isinstance(row, RowRejected):
-        return RowOutcome((), (Rejection(number, row.reason, row.message),))
+        return RowOutcome((), (Rejection(number, row.reason, row.message, **place),))
+    place["id"] = id_of(row.values)
     with context.media.row() as files:
         candidates = context.candidates(row, files)
     if isinstance(candidates, RowRejected):
         message = candidates.message + context.hint(row)
-        return RowOutcome((), (Rejection(number, candidates.reason, message),), files)
+        return RowOutcome((), (Rejection(number, candidates.reason, message, **place),), files)
     samples, rejections, file_bytes = list[IndexRow](), list[Rejection](), 0
     unused, unknown, turns = Counter[str](), Counter[str](), Counter[str]()
     items: Items = {}
@@ -288,18 +297,18 @@ def _add_row(number: int, row: Row | RowRejected, shard: int, context: ShardCont
             unused.update(shortened(encoded.made.unused))
             unknown.update(shortened(encoded.made.unknown))
         values = context.source_values(row) if config.keep_columns else {}
-        for place, outcome in encoded.outcomes:
+        for in_list, outcome in encoded.outcomes:
             known = items
             try:
                 if isinstance(outcome, RowRejected):
                     raise outcome
-                items = encoded_items(outcome, sample_key(number, place.sample, place.of), config, known)
+                items = encoded_items(outcome, sample_key(number, in_list.sample, in_list.of), config, known)
             except RowRejected as error:  # of the encoder, or of the codec
-                rejections.append(Rejection(number, error.reason, error.message, place.sample))
+                rejections.append(Rejection(number, error.reason, error.message, in_list.sample, **place))
                 continue
             # The samples of a conversation's turns share its images: a file counts once.
             file_bytes += sum(item.file_bytes for item in outcome.items if item not in known and not item.view)
-            samples.append(write_sample(outcome, items, number, place, shard, writer, kept, values))
+            samples.append(write_sample(outcome, items, number, in_list, shard, writer, kept, values))
             kept = None  # the first sample has it for all
             count_turns(turns, outcome)
     return RowOutcome(tuple(samples), tuple(rejections), files, file_bytes, unused, unknown, turns)

@@ -34,7 +34,7 @@ from vlmdata.preprocess.sources.identity import LISTED_FILES, METADATA, identify
 from vlmdata.preprocess.sources.json_file import count_json, json_file
 from vlmdata.preprocess.sources.kinds import Kind, kind_of, the_kind
 from vlmdata.preprocess.sources.records import JsonLinesFile, RecordFile, RecordRows
-from vlmdata.preprocess.sources.rows import Rows, Source
+from vlmdata.preprocess.sources.rows import FileRows, Source
 from vlmdata.preprocess.sources.tables import TABLES, TableRows
 from vlmdata.preprocess.sources.webdataset import INDEX_ENDING, TarFile, TarIndex
 
@@ -177,7 +177,8 @@ def _hub(dataset: HubDataset) -> Source:
         return dataset.open()
     if kind in TABLES:
         rows, _ = TableRows.count(kind, at_addresses(dataset.files), dataset.features)
-        return dataclasses.replace(Source.whole(rows, dataset.identity, None), is_remote=True)
+        places = FileRows([relative_name(file, "") for file in dataset.files], rows.file_starts)
+        return dataclasses.replace(Source.whole(rows, dataset.identity, None), is_remote=True, files=places)
     if kind in _JSON and dataset.reads_all:
         source = _files(kind, at_addresses(dataset.files), None, "", hash_source=False)
         return dataclasses.replace(source, identity={**dataset.identity, **_AS_TEXT}, image_root=None)
@@ -201,7 +202,7 @@ def _files(
     """Opens files of one kind: a split of the folder ``root``, or files given individually."""
     contents: list[str | None] = [None] * len(files)
     metadata: list[str | None] = [None] * len(files)
-    rows: Rows
+    rows: TableRows | RecordRows
     if kind in TABLES:
         rows, digests = TableRows.count(kind, files)
         metadata = list(digests)
@@ -221,7 +222,8 @@ def _files(
         times = {"all": canonical_hash(times)}
     reader = _AS_TEXT if kind is Kind.JSON else reader or {}
     identity = {"kind": "files", **({"split": split} if split else {}), **reader, **known}
-    return dataclasses.replace(Source.whole(rows, identity, root, times), is_remote=files[0].is_remote)
+    source = Source.whole(rows, identity, root, times)
+    return dataclasses.replace(source, is_remote=files[0].is_remote, files=FileRows(names, rows.file_starts))
 
 
 def _count(kind: Kind, files: Sequence[DataFile]) -> tuple[list[RecordFile], list[Counted]]:

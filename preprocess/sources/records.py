@@ -74,7 +74,7 @@ class RecordRows:
 
     files: Sequence[RecordFile]
     places: Sequence[Places]  # remembered places of records, per file
-    starts: npt.NDArray[np.int64]  # int64 (files + 1,) number of the first row of each file, and of all rows
+    file_starts: npt.NDArray[np.int64]  # int64 (files + 1,) number of the first row of each file, and of all rows
     _cursor: _RecordCursor | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -84,15 +84,15 @@ class RecordRows:
         return cls(files, [each.places for each in counted], starts)
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return int(self.file_starts[-1])
 
     def columns(self) -> None:
         """None: rows may differ in their columns."""
 
     def values(self, number: int) -> Mapping[str, Any]:
         """Column values of a row; MALFORMED_ROW if it cannot be read, a SourceError if the file has changed."""
-        at = int(np.searchsorted(self.starts, number, "right")) - 1
-        row = number - int(self.starts[at])
+        at = int(np.searchsorted(self.file_starts, number, "right")) - 1
+        row = number - int(self.file_starts[at])
         cursor = self._at(at, row)
         try:
             record = cursor.read(row)

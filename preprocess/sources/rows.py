@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from vlmdata.preprocess.row import Row
 
 
@@ -25,6 +28,29 @@ class Rows(Protocol):
         """
 
 
+#: Names of columns that tell rows apart, most usual first.
+ID_COLUMNS = ("id", "uid", "uuid", "guid", "_id", "key", "__key__")
+
+
+def id_of(values: Mapping[str, Any]) -> str | int | None:
+    """Returns what the data calls a row; None if no column of a usual name has a text or a whole number."""
+    found = (values.get(name) for name in ID_COLUMNS)
+    return next((each for each in found if type(each) is int or (isinstance(each, str) and each)), None)
+
+
+@dataclass(frozen=True, eq=False)
+class FileRows:
+    """Which rows of a source are in which of its files."""
+
+    names: Sequence[str]  # of the files, below the folder of the source
+    starts: npt.NDArray[np.int64]  # int64 (files + 1,) number of the first row of each file, and of all rows
+
+    def places(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns the files of rows by number, and the numbers of the rows in them: int64 (n,) each."""
+        files = np.searchsorted(self.starts, numbers, "right") - 1
+        return files, numbers - self.starts[files]
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """An opened source, or a part of its rows. Cheap to pickle."""
@@ -41,6 +67,7 @@ class Source:
     is_remote: bool = False  # whether rows come over a network
     #: Number that the first row gets in keys, index and ledger, and the others after it. None: those in the source.
     first_number: int | None = None
+    files: FileRows | None = None  # None if its rows are not in files, or in unknown ones
 
     @classmethod
     def whole(
@@ -57,6 +84,13 @@ class Source:
     def allotted(self, position: int, number: int) -> int:
         """Returns the number in keys, index and ledger of the row with a number in the source and a position here."""
         return number if self.first_number is None else self.first_number + position
+
+    def place(self, number: int) -> dict[str, Any]:
+        """Returns the file of a row by its number in the source, and its number there; empty if unknown."""
+        if self.files is None:
+            return {}
+        (file,), (row,) = self.files.places(np.array([number]))
+        return {"file": self.files.names[file], "file_row": int(row)}
 
     def row(self, number: int) -> Row:
         """Reads one row by its number in the source; errors as of :meth:`Rows.values`."""

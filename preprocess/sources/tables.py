@@ -97,6 +97,11 @@ class TableRows:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    @property
+    def file_starts(self) -> npt.NDArray[np.int64]:
+        """int64 (files + 1,) number of the first row of each file, and of all rows."""
+        return self.starts[self.first_fragments]
+
     def columns(self) -> tuple[str, ...]:
         """All columns; every row has them."""
         return tuple(self.schema.names)

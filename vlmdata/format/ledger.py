@@ -23,14 +23,30 @@ class Rejection:
     reason: Reason  # reason for the rejection
     message: str  # description of the problem, with field and value. Halves of characters in it become text.
     sample: int | None = None  # number within the row's list; None if the whole row was rejected
+    file: str | None = None  # name of its file in the source; None if unknown
+    file_row: int | None = None  # number of the row in that file, from 0
+    id: str | int | None = None  # what the data calls the row, if a column tells
+
+    @property
+    def place(self) -> str:
+        """Returns where the row is in the source, in words; empty if unknown."""
+        return place_text(self.file, self.file_row, self.id)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "message", encodable(self.message))
+        for name in ("message", "file", "id"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, encodable(value))
 
     def to_line(self) -> bytes:
-        """Returns the ledger line with its newline. ``sample`` is included only if it is not None."""
+        """Returns the ledger line with its newline, without fields that are None."""
         fields = {name: value for name, value in asdict(self).items() if value is not None}
         return (json.dumps(fields, ensure_ascii=False) + "\n").encode()
+
+
+def place_text(file: str | None = None, file_row: int | None = None, id: str | int | None = None) -> str:
+    """Returns where a row is in its source, in words, as far as known: ``b.jsonl, row 12, id x7``."""
+    parts = [] if file is None else [f"{file}, row {file_row}"]
+    return ", ".join([*parts, *([] if id is None else [f"id {id}"])])
 
 
 def read_ledger(path: Path) -> Iterator[Rejection]:
@@ -47,7 +63,8 @@ def read_ledger(path: Path) -> Iterator[Rejection]:
                 for name, value in (("row", row), ("sample", sample)):
                     if not (_is_number(value) or (name == "sample" and value is None)):
                         raise ValueError(f"{name} is {value!r}")
-                yield Rejection(row, Reason(fields["reason"]), str(fields["message"]), sample)
+                place = {name: fields.get(name) for name in ("file", "file_row", "id")}
+                yield Rejection(row, Reason(fields["reason"]), str(fields["message"]), sample, **place)
             except (KeyError, TypeError, ValueError) as error:
                 raise DatasetFormatError(f"{path}:{number}: not a ledger line: {error}") from error
 

@@ -93,6 +93,7 @@ class CandidateTrace:
     size: int | None = None  # in bytes
     reason: str | None = None  # for the rejection
     message: str | None = None  # of the rejection
+    place: str | None = None  # of a rejected row in its source, in words
     uses: tuple[RowUse, ...] = ()  # by the loader, if a loader was given
 
 
@@ -176,7 +177,13 @@ def describe_row(
     # A row without a list is either a sample or rejected. Only lists need a look at the ledger too.
     if not found or found[0].sample is not None:
         found += [
-            CandidateTrace(rejection.sample, "rejected", reason=rejection.reason.value, message=rejection.message)
+            CandidateTrace(
+                rejection.sample,
+                "rejected",
+                reason=rejection.reason.value,
+                message=rejection.message,
+                place=rejection.place or None,
+            )
             for rejection in read_ledger(dataset.directory / LEDGER_NAME)
             if rejection.row == source_row
         ]

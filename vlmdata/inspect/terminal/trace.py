@@ -77,6 +77,7 @@ def print_row(
         console.print(
             facts(
                 ("source row", f"{trace.source_row:,}{within}", f"of {trace.rows:,}"),
+                *([] if candidate.place is None else [("in the source", data(candidate.place), "")]),
                 ("rejected", data(candidate.reason, "yellow"), ""),
                 ("because", data(candidate.message), ""),
             )
