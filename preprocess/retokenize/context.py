@@ -248,6 +248,11 @@ class _FromShards(ShardContext):
         """Returns the values that the samples of the row have."""
         return dict(self.shards.of(row.number).source_values(row.number))
 
+    def place(self, number: int, source_row: int, row: Row | RowRejected) -> Mapping[str, Any]:
+        """Returns what the ledger has said of the place of a row, if it was rejected before."""
+        lines = self.shards.old.rejections.get(number)
+        return {"file": lines[0].file, "file_row": lines[0].file_row, "id": lines[0].id} if lines else {}
+
     def hint(self, row: Row) -> str:
         """Returns nothing: the ledger has it."""
         return ""

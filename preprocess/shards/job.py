@@ -141,6 +141,10 @@ class ShardContext:
         """
         return kept_values(row, self.encoder.config.keep_columns)
 
+    def place(self, number: int, source_row: int, row: Row | RowRejected) -> Mapping[str, Any]:
+        """Returns what the ledger says of the place of a row: file, number there, and id, as far as known."""
+        return {**self.source.place(source_row), **({} if isinstance(row, RowRejected) else {"id": id_of(row.values)})}
+
     def hint(self, row: Row) -> str:
         """Returns what to add to the rejection of a row."""
         return other_form(self.encoder.config.recipe, self.source, row)
@@ -277,10 +281,9 @@ def _add_row(
 ) -> RowOutcome:
     """Writes the samples of a row to the shard. Returns what became of it."""
     config = context.encoder.config
-    place = context.source.place(source_row)
+    place = context.place(number, source_row, row)
     if isinstance(row, RowRejected):
         return RowOutcome((), (Rejection(number, row.reason, row.message, **place),))
-    place["id"] = id_of(row.values)
     with context.media.row() as files:
         candidates = context.candidates(row, files)
     if isinstance(candidates, RowRejected):

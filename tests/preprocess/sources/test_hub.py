@@ -122,8 +122,8 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
                 open_source("someone/rows")
         with pytest.raises(SourceError, match="--tokenizer someone/model: cannot load it from the hub"):
             load_tokenizer("someone/model")
-        server.setblocking(False)
         server.accept()[0].close()
+        server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
     assert not constants.HF_HUB_OFFLINE
