@@ -239,9 +239,12 @@ def read_version(store: Store, identity: Mapping[str, Any]) -> tuple[VersionInfo
         sha256_text(info.rows_sha256, f"{store.path(RUN_FILE)}: {_VERSION}.rows_sha256")
         if any(type(getattr(info, name)) is not int for name in ("number", "first_number", "kept", "made", "removed")):
             raise TypeError(f"it is {identity[_VERSION]!r}"[:200])
-    except (KeyError, TypeError) as error:
-        raise DatasetFormatError(f"{store.path(RUN_FILE)}: {_VERSION} has the wrong form: {error}") from error
-    return info, pq.read_table(io.BytesIO(store.read(info.kept_file)))
+        return info, pq.read_table(io.BytesIO(store.read(info.kept_file)))
+    except (KeyError, TypeError, FileNotFoundError, pa.ArrowException) as error:
+        raise DatasetFormatError(
+            f"{store.path(RUN_FILE)}: {_VERSION} has the wrong form, or its record of kept rows is missing: {error}. "
+            f"Remove {store}, of which no version is listed, and run the same command again."
+        ) from error
 
 
 def _known(rows: pa.Table, changed_files: Collection[str]) -> tuple[Digests, npt.NDArray[np.bool_]]:

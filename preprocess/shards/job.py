@@ -93,7 +93,10 @@ class ShardRecord:
         Raises:
             ValueError, KeyError, TypeError: If it is something else, such as the record of another version.
         """
-        fields = json.loads(content)
+        try:
+            fields = dict(json.loads(content))
+        except RecursionError as error:
+            raise ValueError("it is nested too deep") from error
         info, totals, features = fields.pop("info"), fields.pop("totals"), fields.pop("features")
         if not isinstance(info["name"], str):
             raise TypeError(f"info.name is {info['name']!r}")

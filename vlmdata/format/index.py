@@ -50,6 +50,19 @@ def _names(name: str) -> cached_property[npt.NDArray[np.object_]]:
     return _cached(read)
 
 
+def _require_bytes(path: Path, metadata: pq.FileMetaData) -> None:
+    """Refuses more values than a file can have: equal ones take next to no bytes, but checksums differ by sample.
+
+    Raises:
+        DatasetFormatError: If a column has more values than the file has bits.
+    """
+    groups, columns = range(metadata.num_row_groups), range(metadata.num_columns)
+    size = path.stat().st_size
+    for column in columns:
+        if (count := sum(metadata.row_group(group).column(column).num_values for group in groups)) > 8 * size:
+            raise DatasetFormatError(f"{path}: {count:,} rows or items in a file of {size:,} bytes")
+
+
 def _array(values: pa.Array) -> npt.NDArray[Any]:
     """Returns values as an array. If they are numbers, does not import pandas, as ``to_numpy`` always does."""
     if pa.types.is_boolean(values.type) or not pa.types.is_primitive(values.type) or values.null_count:
@@ -131,6 +144,7 @@ class DatasetIndex:
         try:
             if shard is None:
                 with pq.ParquetFile(path, memory_map=False) as file:  # pq.read_table imports pandas
+                    _require_bytes(path, file.metadata)
                     table = file.read()
             else:
                 table = pq.read_table(path, memory_map=False, filters=[("shard", "=", shard)])

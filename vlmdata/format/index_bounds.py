@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from vlmdata.families import Family
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MEMBER_BY_NAME
+from vlmdata.media.codecs import IMAGE, VIDEO
 
 #: The largest number of patches of an item along one axis; no item of a supported codec has a side of so many.
 _LONGEST_AXIS = 1 << 20
@@ -39,12 +41,26 @@ def bounds_problem(index: DatasetIndex, manifest: Manifest, family: Family) -> s
             item = int(np.flatnonzero(found)[0])
             sample = int(np.searchsorted(index.grid_offsets, item, "right")) - 1
             return f"key {index.key(sample)}: {name} of item {item - int(index.grid_offsets[sample])} is out of range"
-    patches = np.concatenate([[0], np.cumsum(index.grids.astype(np.int64).prod(axis=1))])
-    tokens = np.concatenate([[0], np.cumsum(family.token_counts(index.grids))])
-    bounds = index.grid_offsets
-    return _first(index, "num_patches", np.diff(patches[bounds]) != index.num_patches) or _first(
-        index, "item_grids", np.diff(tokens[bounds]) > index.lengths
-    )
+    patches = index.grids.astype(np.int64).prod(axis=1)
+    tokens = _by_sample(index, family.token_counts(index.grids))
+    sizes = np.array([shard.bytes for shard in manifest.shards], np.int64)[index.shard]
+    wrong_by_name = {
+        "num_patches": _by_sample(index, patches) != index.num_patches,
+        "item_grids": tokens > index.lengths,
+    }
+    # These hold a number for each axis of each item, or all pixels; samples without any have the offset -1, or any.
+    of_kinds = {f"{kind}_grid_thw": 12 * (index.item_kinds == kind) for kind in (IMAGE, VIDEO)}
+    for name, bytes_ in (of_kinds | {"patches": patches * index.item_copies * family.patch_bytes}).items():
+        if name in index.data_offsets:
+            offsets = index.data_offsets[name]
+            wrong_by_name[f"{name}_offset"] = (offsets != -1) & _outside(offsets, _by_sample(index, bytes_), sizes)
+    return next(filter(None, (_first(index, name, wrong) for name, wrong in wrong_by_name.items())), "")
+
+
+def _by_sample(index: DatasetIndex, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Sums values of items by sample, int64 (n,)."""
+    sums = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    return np.diff(sums[index.grid_offsets])
 
 
 def _of_samples(index: DatasetIndex, manifest: Manifest, family: Family) -> Iterator[tuple[str, Callable[[], _Wrong]]]:

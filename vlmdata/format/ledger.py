@@ -65,7 +65,7 @@ def read_ledger(path: Path) -> Iterator[Rejection]:
                         raise ValueError(f"{name} is {value!r}")
                 place = {name: fields.get(name) for name in ("file", "file_row", "id")}
                 yield Rejection(row, Reason(fields["reason"]), str(fields["message"]), sample, **place)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, RecursionError, TypeError, ValueError) as error:
                 raise DatasetFormatError(f"{path}:{number}: not a ledger line: {error}") from error
 
 

@@ -33,7 +33,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.selection import require_forms
 from vlmdata.format.stored_names import file_path, sha256_text, shard_path
-from vlmdata.format.tokenizer_info import TokenizerInfo, in_present_form, tokenizer_to_json
+from vlmdata.format.tokenizer_info import TokenizerInfo, in_present_form, require_items, tokenizer_to_json
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.codecs import codec_feature, codecs_of
 from vlmdata.media.versions import recorded_pixel_libraries
@@ -241,6 +241,7 @@ class Manifest:
                 fields["totals"] = totals_from(fields["totals"])
             found = _build(cls, fields)
             require_forms(found.source, "source")
+            require_items(found.tokenizer, found.model_family)
             _check_names(path, found)
             return found
         except (AttributeError, KeyError, RecursionError, TypeError) as error:

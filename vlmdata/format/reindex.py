@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import mmap
 import tarfile
@@ -12,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import xxhash
 
@@ -21,7 +19,7 @@ from vlmdata.families.blocks import Blocks
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import ITEMS_MEMBER, MEMBER_BY_NAME, METADATA_MEMBER
-from vlmdata.format.shard import ABSENT, BLOCK, ArrayPlace, ItemName, ItemPlace, Placement
+from vlmdata.format.shard import ABSENT, BLOCK, ArrayPlace, ItemName, ItemPlace, Placement, read_npy
 from vlmdata.format.source_columns import SOURCE
 from vlmdata.media.codecs import IMAGE, VIDEO, Grid, ItemShape
 
@@ -114,7 +112,7 @@ def _row(
 
 def _read(data: mmap.mmap, member: tarfile.TarInfo) -> tuple[str, tuple[int, npt.NDArray[Any]]]:
     stop = member.offset_data + member.size
-    array = np.lib.format.read_array(io.BytesIO(data[member.offset_data : stop]), allow_pickle=False)
+    array = read_npy(data[member.offset_data : stop])
     name = member.name.partition(".")[2].removesuffix(".npy")
     assert array.dtype == MEMBER_BY_NAME[name].dtype, member.name
     return name, (stop - array.nbytes, array)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import tarfile
 from collections.abc import Buffer, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from types import TracebackType
 from typing import Any, Self
 
@@ -344,6 +346,28 @@ def _blank() -> tuple[bytes, int]:
 
 
 @lru_cache(maxsize=1024)
+def read_npy(content: bytes) -> npt.NDArray[Any]:
+    """Reads the array of an ``.npy`` file. numpy's own reader allocates what the header tells before it looks.
+
+    Raises:
+        ValueError: If it is none, or has fewer bytes than its header tells.
+    """
+    file, known = io.BytesIO(content), np.lib.format
+    version = known.read_magic(file)
+    read = {(1, 0): known.read_array_header_1_0, (2, 0): known.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"version {version} of the format")
+    try:
+        shape, in_columns, dtype = read(file)
+    except (TokenError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+    size, left = math.prod(shape) * dtype.itemsize, len(content) - file.tell()
+    if dtype.hasobject or min(shape, default=0) < 0 or size > left:
+        raise ValueError(f"its header tells {size:,} bytes, an array {shape} of {dtype}; {left:,} follow")
+    array = np.frombuffer(content, dtype, math.prod(shape), file.tell())
+    return array.reshape(shape, order="F" if in_columns else "C")
+
+
 def npy_header_for(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """Builds the ``.npy`` header of a dtype and shape, without an array."""
     buffer = io.BytesIO()

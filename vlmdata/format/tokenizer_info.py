@@ -211,6 +211,17 @@ def in_present_form(fields: Any) -> Any:
     return {name: value for name, value in fields.items() if name not in _PLACES_OF_1} | nested(ids)
 
 
+def require_items(info: TokenizerInfo, family: Family) -> None:
+    """Checks that a tokenizer has the tokens of each kind of items of a family.
+
+    Raises:
+        KeyError: If it lacks some.
+    """
+    for item in family.items:
+        if item.kind not in info.items:
+            raise KeyError(f"tokenizer.items.{item.kind}")
+
+
 def tokenizer_to_json(info: TokenizerInfo, schema_version: str) -> dict[str, Any]:
     """Returns the JSON form in a schema. A manifest that was read keeps its own, and so its fingerprint."""
     fields = dataclasses.asdict(info)

@@ -219,9 +219,10 @@ def _contradictions(
     found, eos = flat(asdict(info)), _named(config, "eos_token")
     usual = special_ids(tokenizer, family, lambda setting: eos if setting == "eos_token" else None)
     for place, expected in special_ids(tokenizer, family, partial(_named, config)).items():
-        recorded = place not in ("end_of_text", "turns.response") or found[place] not in (-1, ())
-        if recorded and found[place] not in (expected, usual[place]):
-            yield place, found[place], expected
+        value = found.get(place)
+        recorded = place not in ("end_of_text", "turns.response") or value not in (-1, ())
+        if recorded and value not in (expected, usual[place]):
+            yield place, value, expected
     for name, text in info.special_tokens.items():
         setting = _named(config, name)
         if setting is not None and text != setting:

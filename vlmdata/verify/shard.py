@@ -26,12 +26,14 @@ from vlmdata.format.manifest import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONI
 from vlmdata.format.schema import (
     ALL_MEMBERS,
     ITEMS_MEMBER,
+    MEMBERS,
     METADATA_MEMBER,
     OPTIONAL_MEMBERS,
     Member,
     Sample,
     parse_key,
 )
+from vlmdata.format.shard import read_npy
 from vlmdata.media.codecs import IMAGE, VIDEO
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.items import Owners, audit_items, described_items, owners_in, owners_of, raw_items_problem
@@ -190,6 +192,10 @@ def _audit_row(
             yield "items", patches
             return
         arrays["patches"] = patches
+    for member in MEMBERS:
+        if member.name not in arrays and row.array(member).offset < 0:
+            yield "member", f"{member.suffix}: not in the index"
+            return
     for member, offset in _indexed(row):
         loaded = _load_member(data, members.get(f"{row.key}.{member.suffix}"), offset)
         if isinstance(loaded, str):
@@ -217,9 +223,8 @@ def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) ->
     if found is None:
         return "not in the tar"
     start, size = found
-    stream = io.BytesIO(data[start : start + size])
     try:
-        array = np.lib.format.read_array(stream, allow_pickle=False)
+        array = read_npy(data[start : start + size])
     except ValueError as error:
         return f"not a readable .npy: {error}"
     header = size - array.nbytes
