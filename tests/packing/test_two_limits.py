@@ -1,3 +1,4 @@
+import tracemalloc
 from random import Random
 from typing import Any
 
@@ -142,3 +143,15 @@ def test_a_trial_spares_the_worse_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bins.num_bins <= 1.02 * both
     assert bins.sums(tokens).max() <= 8192
     assert bins.sums(patches).max() <= 23_500
+
+
+@pytest.mark.parametrize("patches", [None, 2**62])
+def test_limits_beyond_the_samples_take_no_memory_and_change_nothing(patches: int | None) -> None:
+    windows = [Window(np.arange(1, 60), np.arange(59) % 7, key) for key in (1, 2)]
+    wanted = pack_windows(windows, Limits(59 * 60, None if patches is None else 59 * 7), 3)
+    tracemalloc.start()
+    found = pack_windows(windows, Limits(2**31 - 1, patches), 3)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    tracemalloc.stop()
+    assert [each.items.tolist() for each in found] == [each.items.tolist() for each in wanted]
+    assert [each.num_bins for each in found] == [1, 1]

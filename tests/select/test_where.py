@@ -167,3 +167,11 @@ def test_it_is_three_valued_logic_over_the_samples(drawn: tuple[str, Any], rows:
     columns = {name: pa.array([row[n] for row in rows], pa.int32()) for n, name in enumerate("ab")}
     found = Where.parse(text).evaluate(columns, len(rows))
     assert found.tolist() == [function(*row) is True for row in rows]
+
+
+def test_an_expression_that_is_too_deep_is_refused_at_once() -> None:
+    for text in ("not " * 600 + "x", "-" * 300 + "x < 1", "+".join(["x"] * 300) + " < 1"):
+        with pytest.raises(UsageError, match="is too deep: more than 100 levels"):
+            Where.parse(text)
+    assert Where.parse(" or ".join(f"x == {number}" for number in range(5000))).columns == {"x"}
+    assert Where.parse("not " * 50 + "x").columns == {"x"}

@@ -147,6 +147,14 @@ class TestMemory:
             plans.request(query(dataset, blend=Blend("epochs", (16.0,))))
         assert 0 < plans.bytes_in_use <= 16_000
 
+    def test_room_in_packs_counts_as_far_as_samples_can_fill_it(
+        self, dataset: VlmDataset, book: Callable[..., PlanBook], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert book(memory=16_000_000).request(query(dataset, capacity=2**29))
+        monkeypatch.setattr("vlmdata.service.server.plans._uses", lambda table, config: 2**20)
+        with pytest.raises(UsageError, match=r"planning this epoch takes \d{10} bytes, more than the 16000000 bytes"):
+            book(memory=16_000_000).request(query(dataset, capacity=2**29))
+
     def test_the_plans_used_least_recently_are_forgotten(
         self, dataset: VlmDataset, book: Callable[..., PlanBook]
     ) -> None:

@@ -15,6 +15,8 @@ SOURCE = "source"
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 _PREFIX = f"{SOURCE}."
 _INT64 = range(-(1 << 63), 1 << 63)
+#: Whole numbers beyond these are not all floating-point numbers. Beside a fraction, they are text.
+EXACT = 1 << 53
 
 
 def column_name(name: str) -> str:
@@ -98,6 +100,8 @@ def _kind(value: Any) -> str:
         return "list " + " ".join(sorted(inner))
     if isinstance(value, int) and not isinstance(value, bool) and value not in _INT64:
         return "str"
+    if isinstance(value, int) and not -EXACT <= value <= EXACT:
+        return "id"
     return "" if value is None else type(value).__name__
 
 
@@ -107,7 +111,7 @@ def _type(kinds: set[str]) -> pa.DataType:
         return pa.list_(_type({inner for kind in lists for inner in kind.split()[1:]}))
     if kinds == {"bool"}:
         return pa.bool_()
-    if kinds == {"int"}:
+    if kinds and kinds <= {"int", "id"}:
         return pa.int64()
     return pa.float64() if kinds and kinds <= {"int", "float"} else pa.string()
 

@@ -43,6 +43,8 @@ _TEXT_TESTS: dict[str, Callable[[Any, str], Any]] = {
     "matches": lambda text, pattern: pc.match_substring_regex(text, pattern),
 }
 FUNCTIONS = ("len", "lower", *_TEXT_TESTS)
+#: Levels of an expression: of brackets, ``not`` and operators in each other. ``a or b or c`` is one.
+_DEEPEST = 100
 _ALLOWED = f"Use columns, numbers, 'text', == != < <= > >=, in, and, or, not, + - * /, {', '.join(FUNCTIONS)}."
 
 
@@ -66,6 +68,8 @@ class Where:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             at = f" at character {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
             raise UsageError(f"--where {text!r}: not an expression{at}: {_reason(error)}. {_ALLOWED}") from None
+        if _depth(tree) > _DEEPEST:
+            raise UsageError(f"--where {text[:60]!r}…: it is too deep: more than {_DEEPEST} levels. {_ALLOWED}")
         columns: set[str] = set()
         _collect(tree, columns, text)
         return cls(text, tree, frozenset(columns))
@@ -112,6 +116,16 @@ def column_of(node: ast.expr) -> str | None:
             return None
     outer = column_of(inner)
     return f"{outer}.{name}" if outer is not None and f"{outer}.".startswith(f"{SOURCE}.") else None
+
+
+def _depth(tree: ast.expr) -> int:
+    """Returns the levels of an expression, counted up to one more than are allowed. Recursion has limits of its own."""
+    level: list[ast.AST] = [tree]
+    for depth in range(_DEEPEST + 1):
+        if not level:
+            return depth
+        level = [inner for node in level for inner in ast.iter_child_nodes(node)]
+    return _DEEPEST + 1
 
 
 def _collect(node: ast.expr, columns: set[str], text: str) -> None:

@@ -33,7 +33,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.shard import ABSENT
-from vlmdata.format.source_columns import source_fields
+from vlmdata.format.source_columns import EXACT, source_fields
 from vlmdata.format.writing import Hashing
 from vlmdata.storage import Store
 from vlmdata.storage.join_checks import real_place, require_alike, require_distinct, require_whole
@@ -108,13 +108,23 @@ def _joined_columns(parts: Sequence[_Part]) -> list[pa.Field]:
         with part.store.local(INDEX_NAME) as folder:
             for field in source_fields(pq.read_schema(folder / INDEX_NAME)):
                 found.setdefault(field.name, set()).add(field.type)
-    return [pa.field(name, _common_type(types)) for name, types in sorted(found.items())]
+    exact = {name for name, types in found.items() if types == {pa.int64(), pa.float64()} and _are_exact(parts, name)}
+    return [
+        pa.field(name, next(iter(types)) if len(types) == 1 else pa.float64() if name in exact else pa.string())
+        for name, types in sorted(found.items())
+    ]
 
 
-def _common_type(types: set[pa.DataType]) -> pa.DataType:
-    if len(types) == 1:
-        return next(iter(types))
-    return pa.float64() if types == {pa.int64(), pa.float64()} else pa.string()
+def _are_exact(parts: Sequence[_Part], name: str) -> bool:
+    """Whether all whole numbers in a column are floating-point numbers, too."""
+    for part in parts:
+        with part.store.local(INDEX_NAME) as folder:
+            table = DatasetIndex.read(folder / INDEX_NAME).table
+        if name in table.column_names and table[name].type == pa.int64() and len(table):
+            least, most = pc.min_max(table[name]).as_py().values()
+            if most is not None and max(-least, most) > EXACT:
+                return False
+    return True
 
 
 def _as_type(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,8 @@ def row_weight(values: Mapping[str, Any]) -> float:
 
 
 def _weight(value: Any, where: str) -> float:
-    if not isinstance(value, bool | int | float) or not (math.isfinite(value) and value >= 0):
+    # Python's whole numbers have no end, and those beyond a float's are none.
+    if not isinstance(value, bool | int | float) or not 0 <= value <= sys.float_info.max:
         shown = repr(excerpt(value)) if isinstance(value, str) else excerpt(value)
         raise RowRejected(
             Reason.MALFORMED_MESSAGES,

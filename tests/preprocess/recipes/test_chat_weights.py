@@ -42,7 +42,7 @@ def test_other_turns_cannot_be_learned(role: str) -> None:
     check_rejected(row, Reason.UNSUPPORTED_CONTENT, rf"messages\[0\]\.train is True in a {role} turn; only assistant")
 
 
-@pytest.mark.parametrize("value", ["x", -1, -0.5, math.nan, math.inf, [1], {"a": 1}])
+@pytest.mark.parametrize("value", ["x", -1, -0.5, math.nan, math.inf, 10**400, [1], {"a": 1}])
 def test_values_that_are_no_weights(value: Any) -> None:
     message = "is .*; a loss weight is true, false or a number of at least 0"
     check_rejected(answer(loss=value), Reason.MALFORMED_MESSAGES, rf"messages\[1\]\.loss {message}")

@@ -17,7 +17,7 @@ from vlmdata import open_dataset
 from vlmdata.errors import SourceError, UsageError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME
-from vlmdata.format.source_columns import source_fields
+from vlmdata.format.source_columns import SourceTypes, columns_of, source_fields
 from vlmdata.preprocess.recode.old_dataset import OldDataset
 from vlmdata.preprocess.recode.run import recode_dataset
 from vlmdata.preprocess.retokenize.run import old_config, retokenize_dataset
@@ -175,3 +175,17 @@ def test_the_commands(rows: Path, tmp_path: Path, request: pytest.FixtureRequest
     assert "lang = de" in shown.said
     card = command("inspect", tmp_path / "out")
     assert "lang (string), meta.quality (double)" in card.said
+
+
+def test_whole_numbers_that_no_fraction_holds_stay_what_they_are() -> None:
+    """Beside a fraction, they would be floating-point numbers: two ids would be one."""
+    ids, cases = [2**53 + 1, 2**53 + 2], {}
+    for name, values in {"alone": ids, "beside": [*ids, 0.5], "small": [1, 2, 0.5], "lists": [[ids[0]], [0.5]]}.items():
+        found = SourceTypes(["id"])
+        rows = [{"id": value} for value in values]
+        found.add(rows)
+        cases[name] = columns_of(rows, found.types)["source.id"].to_pylist()
+    assert cases["alone"] == ids
+    assert cases["beside"] == [str(ids[0]), str(ids[1]), "0.5"]
+    assert cases["small"] == [1.0, 2.0, 0.5]
+    assert cases["lists"] == [[str(ids[0])], ["0.5"]]

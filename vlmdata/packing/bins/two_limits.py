@@ -85,6 +85,10 @@ def pack_windows(windows: Sequence[Window], limits: Limits, key: int) -> list[Bi
     ``key`` is the stream key of operations on all windows at once. Returns the packs of each window, with every sample
     once and within both limits. A pure function of the arguments.
     """
+    # Larger limits are none. Packing takes memory by the token limit.
+    tokens = min(limits.tokens, max((int(window.tokens.sum()) for window in windows), default=1))
+    patches = max((int(window.patches.sum()) for window in windows), default=1)
+    limits = Limits(tokens, None if limits.patches is None else min(limits.patches, max(patches, 1)))
     max_patches = limits.patches
     if max_patches is None:
         preference = _learn([window.tokens for window in windows], limits.tokens, key)

@@ -37,6 +37,8 @@ _REQUESTS_KEPT = 64
 _MOST_SAMPLES_KEPT, _MOST_IMAGES_KEPT = 1024, 4096
 #: Bytes that planning takes at its peak, for each use of a sample in the epoch (docs/scaling.md).
 _PEAK_BYTES = 80
+#: The same for each token of a pack beyond the first, as far as samples can fill it: tables by size.
+_PEAK_BYTES_OF_ROOM, _SMALL_ROOM = 16, 1 << 16
 #: Limits of what a query may ask for. A plan's size grows with them.
 _MAX_GLOBAL_BATCH = 1 << 14
 _MAX_CAPACITY = 1 << 31
@@ -179,7 +181,8 @@ class PlanBook:
             raise BusyError(f"other plans were not ready in {self._timeout:.0f} s")
         try:
             table = self._table(key, datasets)
-            size = _bytes(table) + _uses(table, config) * _PEAK_BYTES
+            uses = _uses(table, config)
+            size = _bytes(table) + uses * _PEAK_BYTES + _room(table, config, uses) * _PEAK_BYTES_OF_ROOM
             self._reserve(size, deadline)
             try:
                 names = [self._datasets.names[each] for each in key.datasets]
@@ -230,6 +233,13 @@ def _bytes(holder: EpochPlan | SampleTable) -> int:
     """Returns the bytes of the arrays of a plan or a table."""
     arrays = [getattr(holder, field.name) for field in fields(holder)]
     return sum(each.nbytes for each in arrays if isinstance(each, np.ndarray))
+
+
+def _room(table: SampleTable, config: PlanConfig, uses: int) -> int:
+    """Returns the most tokens that a pack can have, now and before, beyond those of usual packs."""
+    longest = int(table.lengths.max(initial=0)) + config.alignment
+    rooms = (min(each.capacity, uses * longest) for each in (config, *(stage.config for stage in config.earlier)))
+    return max(0, max(rooms) - _SMALL_ROOM)
 
 
 def _uses(table: SampleTable, config: PlanConfig) -> int:
