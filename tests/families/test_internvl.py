@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -133,5 +134,5 @@ def test_tiles_are_shown_in_their_places(tmp_path: Path) -> None:
         (row_at, column), found = image.tile, rebuild_image(dataset[0], image.number, FAMILY)
         top, left = row_at * TILE, column * TILE
         assert np.array_equal(found, canvas[top : top + TILE, left : left + TILE])
-        assert image.scale == 3 * TILE / 120
-    assert shown.images[-1].scale == TILE / 120
+        assert image.scale == pytest.approx(math.sqrt(3 * TILE / 120 * 2 * TILE / 70))  # of both sides
+    assert shown.images[-1].scale == pytest.approx(math.sqrt(TILE / 120 * TILE / 70))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import queue
@@ -23,9 +22,10 @@ from torch.utils.data import DataLoader
 
 from tests.loader.consumer import consume
 from tests.loader.helpers import assert_same, epoch_of, packs_of, stream, wait_until, worker_pids
-from vlmdata.errors import ResourceError
+from vlmdata.errors import ResourceError, UsageError
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.loader.state import Position
+from vlmdata.packing import plan_epoch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,23 +120,25 @@ class TestStuckWorkers:
 class TestEpochsThatCannotBePlanned:
     """An error belongs to its position in the order: prefetching into the next epoch does not bring it forward."""
 
-    @pytest.fixture(scope="class")
-    def options(self, chat: Path) -> dict[str, Any]:
-        """Epoch 0 has just enough packs for a step, epoch 1 has not."""
-        for seed, limit in itertools.product(range(4), range(160, 480, 16)):
-            found = {"parts": (), "last": "drop", "max_patches": limit, "seed": seed}
-            first, second = (stream(chat, **found, global_batch=1).steps(epoch) for epoch in (0, 1))
-            if second < first:
-                return {**found, "global_batch": first}
-        raise AssertionError("all epochs have equally many packs")
+    @pytest.fixture
+    def options(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """What the settings alone make impossible is refused at the start, so the planner is made to fail."""
+
+        def planned(table: Any, config: Any, epoch: int, *rest: Any) -> Any:
+            if epoch == 1:
+                raise UsageError("epoch 1 cannot be planned")
+            return plan_epoch(table, config, epoch, *rest)
+
+        monkeypatch.setattr("vlmdata.packing.plan.run.plan_epoch", planned)
+        return {"parts": (), "global_batch": 2}
 
     @pytest.mark.parametrize("num_workers", [0, 1, 2])
     def test_the_current_epoch_is_completed_first(self, chat: Path, options: dict[str, Any], num_workers: int) -> None:
         with stream(chat, num_workers=num_workers, **options) as loader:
             whole = packs_of(loader)
-            assert len(whole) == options["global_batch"]
+            assert len(whole) > 6
             for _ in range(2):  # it is the same error whenever it is asked for
-                with pytest.raises(ValueError, match=r"epoch 1: \d+ packs cannot make a step"):
+                with pytest.raises(ValueError, match="epoch 1"):
                     next(iter(loader))
                 assert loader.position == Position(1, 0, 0)
 

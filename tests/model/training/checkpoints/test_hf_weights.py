@@ -111,7 +111,7 @@ def test_a_hub_id_is_downloaded(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     config = transformers.AutoConfig.from_pretrained(checkpoint[0])
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: config)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, trust_remote_code: config)
     run(model__hf="someone/tiny", run__steps=1)
     assert asked == [("someone/tiny", False), ("someone/tiny", True)]
     assert steps_of(tmp_path / "run")[0]["loss"] == pytest.approx(first_loss, rel=1e-5)
