@@ -158,7 +158,7 @@ class TestOptionsWithoutEffect:
             source = write_rows(tmp_path / f"{n}.jsonl", row | {"score": 3})
             ended = preprocess(source, "--strict", *SMALL_IMAGES)
             assert ended.code == 1
-            assert "unknown_keys, for example row 0: " in ended.stdout
+            assert "unknown_keys, for example row 0 (" in ended.stdout
 
     def test_that_depend_on_the_recipe_are_obeyed_by_one_of_ones_own(
         self, preprocess: Command, chats: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -286,9 +286,9 @@ class TestNothingAccepted:
         assert ended.code == 1
         shown = [line for line in ended.stdout.splitlines() if ", for example row " in line]
         assert [line.split(":")[0] for line in shown] == [
-            "malformed_row, for example row 3",
-            "malformed_messages, for example row 0",
-            "no_assistant_turn, for example row 1",
+            "malformed_row, for example row 3 (rows.jsonl, row 3)",
+            "malformed_messages, for example row 0 (rows.jsonl, row 0)",
+            "no_assistant_turn, for example row 1 (rows.jsonl, row 1)",
         ]
         assert "vlmdata verify" not in ended.stdout
         assert "failed: 7 rows gave no samples, so there is nothing to train on." in ended.stderr
