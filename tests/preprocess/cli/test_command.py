@@ -183,7 +183,7 @@ class TestSummary:
         out, done = finished
         lines = done.stdout.splitlines()[-5:]
         assert lines[0].startswith("recipe cord_v2, tokenizer embedded (6,144 ids, for trials only:")
-        assert lines[1].startswith("malformed_ground_truth, for example row 4 (train.parquet, row 4): ground_truth is not JSON: ")
+        assert lines[1].startswith("malformed_ground_truth, for example row 4 (train.parquet, row 4): ground_truth is ")
         assert lines[2].startswith("not_an_image, for example row 30 (train.parquet, row 30): image: ")
         assert lines[3:] == [f"rejected rows, with reasons: {out / 'rejected.jsonl'}", f"next: vlmdata verify {out}"]
 
