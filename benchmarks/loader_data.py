@@ -29,8 +29,13 @@ def source_named(name: str) -> str | None:
 
 
 def preprocess(source: str, out: Path, *options: str) -> Path:
-    """Runs ``vlmdata preprocess`` with the embedded tokenizer; does nothing if the dataset is there."""
+    """Runs ``vlmdata preprocess`` with the embedded tokenizer; does nothing if the dataset is there.
+
+    A few hundred rows are one shard, which :func:`copies` and :func:`repeated` need.
+    """
     tokenizer = ("--tokenizer", "embedded")
+    if "--rows-per-shard" not in options:
+        options = (*options, "--rows-per-shard", "256")
     command = [str(Path(sys.executable).parent / "vlmdata"), "preprocess", source, "--out", str(out), "-j", "1"]
     done = subprocess.run([*command, *tokenizer, *options], capture_output=True, text=True)
     if done.returncode:

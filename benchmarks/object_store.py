@@ -55,10 +55,12 @@ def main() -> None:
 
 
 def simulated(rows: int) -> Any:
-    """A source of so many rows, none of which is read."""
+    """A source of so many rows, none of which is read; their columns are not known either."""
+    from types import SimpleNamespace
+
     from vlmdata.preprocess.sources.rows import Source
 
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(columns=tuple)
     return Source(nothing, range(rows), {"kind": "simulated"}, None)
 
 

@@ -18,6 +18,7 @@ All ways run in one process, one after the other, on the same samples in the sam
 Tokens are true tokens. Times are medians over steps after the warm-up, which sees the same batches: kernels are
 compiled and tuned for shapes, of which padded batches of a long-tailed dataset have as many as there are batches. MFU
 is model FLOP (`model/flops.py`; vision only where it runs) over time and the data sheet's dense bf16 peak.
+Without CUDA it runs on the CPU, as a check of the script (--presets tiny).
 Writes train-speed-<label>-<date>.json and .md under --out; presets measured earlier that day stay in.
 """
 
@@ -63,6 +64,7 @@ from vlmdata.model.families.qwen3_5.build import build_model, language_config
 from vlmdata.model.flops import StepFlops, peak_flops
 from vlmdata.model.metrics import MetricSums
 from vlmdata.model.parallel import groups
+from vlmdata.model.parallel.cpu_mode import cpu_mode_if_needed
 from vlmdata.model.training.build import architecture_of
 from vlmdata.model.training.data import RankPlace
 from vlmdata.model.training.optimizer.learner import build_learner, freeze
@@ -71,7 +73,8 @@ from vlmdata.model.training.settings.config_loading import load_config
 from vlmdata.model.training.settings.model_settings import settings_of
 from vlmdata.model.training.step import Stepper
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
 class StockLanguageModel(torch.nn.Module):
@@ -186,11 +189,12 @@ def timed(
     warmup: int,
 ) -> dict[str, Any]:
     """Median figures of optimizer steps over batches that are on the device already."""
-    learner = build_learner(model, config, DEVICE, torch.bfloat16)
+    learner = build_learner(model, config, DEVICE, DTYPE)
     stepper = Stepper(learner, RankPlace.here(), per_step, config.data.capacity, flops, DEVICE)
     batches = batches[: per_step * steps]
     stream = itertools.cycle(batches)
-    torch.cuda.reset_peak_memory_stats()
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     results = []
     launched = stepper.launch(stream)
     for step in range(warmup + steps):
@@ -214,7 +218,7 @@ def timed(
         "tokens_per_second": sum(r.tokens for r, _ in results) / sum(s for _, s in results),
         "tflops": work / (sum(s for _, s in results) / len(results)) / 1e12,
         "mfu": work / (sum(s for _, s in results) / len(results)) / (peak_flops(DEVICE) or float("nan")),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else float("nan"),
         "loss": results[-1][0].loss,
     }
 
@@ -355,7 +359,7 @@ def main() -> None:
     about = {
         "date": today,
         "note": options.note,
-        "gpu": torch.cuda.get_device_name(0),
+        "gpu": torch.cuda.get_device_name(0) if DEVICE.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "flash_attention_4": flash_attention_version(),
         "samples": len(dataset),
@@ -369,4 +373,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with cpu_mode_if_needed():  # as a check of the script
+        main()

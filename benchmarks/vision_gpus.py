@@ -51,6 +51,7 @@ from vlmdata.model.training import loop
 from vlmdata.model.training.build import device_of_this_process
 from vlmdata.model.training.checkpoints.checkpoint import Checkpoints
 from vlmdata.model.training.kernels import compile_ahead
+from vlmdata.model.training.reports.profiling import Profiler
 from vlmdata.model.training.settings.config_loading import load_config
 
 #: Settings of each layout; all other processes are data parallel.
@@ -91,7 +92,7 @@ class Case(NamedTuple):
         return f"{self.preset}, {self.kind}" + ", frozen tower" * self.frozen + packs
 
 
-class Busy:
+class Busy(Profiler):
     """In place of the run's profiler: what this GPU does in a step, and what the allocator does in those before.
 
     Args:
@@ -104,7 +105,7 @@ class Busy:
     allocations: ClassVar[list[dict[str, int]]] = []
 
     def __init__(self, steps: tuple[int, ...], path: Path, device: torch.device):
-        self._step, self._device = steps[0], device
+        super().__init__(steps, path, device)
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -112,7 +113,7 @@ class Busy:
         if self._device.type != "cuda":
             yield
             return
-        if step != self._step:
+        if not self.covers(step):
             before = torch.cuda.memory_stats(self._device)
             yield
             after = torch.cuda.memory_stats(self._device)
@@ -127,9 +128,6 @@ class Busy:
             seconds = time.perf_counter() - begun
         events = profile.profiler.kineto_results.events()
         Busy.last = shares_of(events, seconds) | {"queued_ms": queued(events)}
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def shares_of(events: Sequence[Any], seconds: float) -> dict[str, float]:
@@ -181,7 +179,7 @@ def measure(case: Case, data: list[str], layout: dict[str, Any], options: argpar
         "data.capacity": case.capacity or options.capacity,
         "data.global_batch": options.global_batch,
         "data.pad_multiple": 16,
-        "data.workers": 4,
+        "data.workers": options.workers,
         "model.preset": case.preset,
         "model.freeze": ["vision", "merger"] if case.frozen else [],
         "optimizer.warmup_steps": 1,
@@ -291,13 +289,14 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--steps", type=int, default=2, help="steps counted")
+    parser.add_argument("--workers", type=int, default=4, help="processes of each rank's loader")
     parser.add_argument("--limit", type=float, default=230.0, help="seconds after which no case begins")
     parser.add_argument("--work", type=Path, default=Path("/tmp/vision-gpus"))
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.limit + 60, exit=True)
     begun = time.monotonic()
-    loop.Profiler = Busy  # type: ignore[assignment, misc]
+    loop.Profiler = Busy  # type: ignore[misc]
     Checkpoints.save = lambda *_: None  # type: ignore[method-assign]  # of random weights, 30 GB
     groups.initialize()
     device = device_of_this_process()

@@ -241,6 +241,7 @@ class _Program:
                 module, function = self.target.split(":")
                 getattr(import_module(module), function)()
             else:
+                sys.path.insert(0, os.path.dirname(os.path.abspath(self.target)))
                 runpy.run_path(self.target, run_name="__main__")
         except SystemExit as end:
             if end.code is None or isinstance(end.code, int):

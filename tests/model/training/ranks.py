@@ -133,4 +133,5 @@ def _rank(
     if prepare is not None:
         prepare()
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str((ROOT / script).parent))  # as the interpreter does
     runpy.run_path(str(ROOT / script), run_name="__main__")
