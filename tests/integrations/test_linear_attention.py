@@ -112,3 +112,13 @@ class TestLinearAttention:
             late = token_losses(together, batch).sum()
         with pytest.raises(RuntimeError, match=r"call backward\(\) before `with packed\(model\)` ends"):
             late.backward()
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, NotImplementedError])
+def test_a_rule_that_refuses_boundaries_follows_none(error: type[Exception]) -> None:
+    """As transformers' own code does from some version on, and one without the argument does."""
+
+    def rule(q: Any, k: Any, v: Any, *, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool, cu_seqlens: Any) -> Any:
+        raise error("no cu_seqlens here")
+
+    assert not delta_net.follows_boundaries(rule, "cpu")
