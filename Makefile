@@ -9,6 +9,7 @@ DEMO_DIR ?= build/demo
 DEMO_ROWS ?= 64
 DEMO_STEPS ?= 20
 MINUTES ?= 10
+PYTHON ?= 3.12
 
 # Where nothing compiled is kept, every process compiles half of torch and megatron-core anew: 15 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,7 +34,7 @@ help:
 	python3 -m pip install --quiet --disable-pip-version-check --target .uv uv
 
 .venv/bin/python: | $(filter .uv/bin/uv,$(UV))
-	$(UV) venv --quiet --python 3.12 --allow-existing .venv
+	$(UV) venv --quiet --python $(PYTHON) --allow-existing .venv
 
 .venv/.stamp-base: pyproject.toml $(LOCK) | .venv/bin/python
 	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable .
@@ -112,7 +113,7 @@ bench: .venv/.stamp-dev
 wheel: | .venv/bin/python
 	rm -rf build/dist build/wheel-env build/wheel-trial
 	$(UV) build --quiet --wheel --out-dir build/dist
-	$(UV) venv --quiet --python 3.12 build/wheel-env
+	$(UV) venv --quiet --python $(PYTHON) build/wheel-env
 	$(UV) pip install --quiet --python build/wheel-env/bin/python --constraint $(LOCK) build/dist/*.whl
 	cd build && wheel-env/bin/vlmdata preprocess demo --limit 2 --out wheel-trial && wheel-env/bin/vlmdata verify wheel-trial
 	@ls build/dist

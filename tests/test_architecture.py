@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -139,6 +142,28 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         graph[name] = (modules & files.keys()) - {name}
     assert sum(map(len, graph.values())) > 1000
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
+def test_the_data_side_imports_all_that_an_install_brings_and_the_trainer_the_rest() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.compile(r"[\w-]+")
+    declared, extra = (
+        {named.match(each)[0].lower() for each in requirements}  # type: ignore[index]
+        for requirements in (project["dependencies"], project["optional-dependencies"]["train"])
+    )
+    distributions = packages_distributions()
+    imported: dict[bool, set[str]] = {
+        True: set(),
+        False: {"torchvision"},
+    }  # whose decoder is loaded without its package
+    for module, tree in files_of_ours().items():
+        trainer = module.startswith(("vlmdata.model", "vlmdata.train"))
+        for name in imported_at_run_time(tree):
+            found = distributions.get(name.partition(".")[0], ())
+            imported[trainer] |= {each.lower().replace("_", "-") for each in found}
+    assert declared <= imported[False]
+    assert not extra & declared
+    assert extra - {"psutil"} <= imported[True], "psutil is for megatron-core's checkpoints"
 
 
 def test_model_families_do_not_import_each_other() -> None:

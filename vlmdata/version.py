@@ -1,3 +1,3 @@
 """The version of vlmdata, which manifests and pages record."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

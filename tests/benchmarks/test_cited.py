@@ -71,6 +71,7 @@ ELSEWHERE = {
     "cold_start.py": "compiles kernels on a CUDA device",
     "codecs.py": "needs the photographs of vlmdata[bench]",
     "peers/run.py": "installs other loaders from the network",
+    "install.py": "installs wheels from the network",
 }
 
 
