@@ -1,4 +1,4 @@
-"""Recipes and engines by name. To add one, add its file, and a line here."""
+"""Recipes, engines and readers of data files by name. To add one, add its file, and a line here."""
 
 from __future__ import annotations
 
@@ -28,5 +28,28 @@ ENGINES = Registry[Any](
     "--engine",
     not_callable,
     {"local": "vlmdata.preprocess.engines.local:Local", "ray": "vlmdata.preprocess.engines.ray:Ray"},
+    SourceError,
+)
+
+
+def _no_reader(found: object) -> str:
+    lacking = [name for name in ("name", "endings", "read") if not getattr(found, name, None)]
+    return f"it has no `{lacking[0]}`; write a subclass of RecordFile or TableFile with one" if lacking else ""
+
+
+#: The order is that of the endings of files in messages.
+READERS = Registry[Any](
+    "reader",
+    "vlmdata.readers",
+    "--reader",
+    _no_reader,
+    {
+        "parquet": "vlmdata.preprocess.sources.parquet:ParquetReader",
+        "arrow": "vlmdata.preprocess.sources.arrow_ipc:ArrowReader",
+        "json": "vlmdata.preprocess.sources.json_file:JsonFile",
+        "jsonl": "vlmdata.preprocess.sources.records:JsonLinesFile",
+        "csv": "vlmdata.preprocess.sources.delimited:DelimitedFile",
+        "tar": "vlmdata.preprocess.sources.webdataset:TarFile",
+    },
     SourceError,
 )

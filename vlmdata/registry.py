@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import sys
 import zlib
@@ -220,6 +222,22 @@ def module_named(name: str) -> ModuleType:
         del sys.modules[own_name]
         raise
     return module
+
+
+def code_digest(found: object, module: str = "") -> str:
+    """Returns the sha256 of an extension's source code: of the file that defines it, or of all files of its package.
+
+    Args:
+        found: The extension: a class or function.
+        module: Name of the module, package or file that the user named; empty for that of the extension.
+    """
+    digest = hashlib.sha256(inspect.getsource(inspect.getmodule(found) or object).encode())
+    package = module_named(module) if module else inspect.getmodule(found)
+    for folder in map(Path, getattr(package, "__path__", ())):
+        for file in sorted(folder.rglob("*.py")):
+            source = file.read_bytes()
+            digest.update(f"{file.relative_to(folder).as_posix()} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
 
 
 def files_of(kinds: Iterable[type]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from vlmdata.options import OptionHelp
 from vlmdata.preprocess.config import PreprocessConfig, data_option, run_option
-from vlmdata.preprocess.registries import ENGINES
+from vlmdata.preprocess.registries import ENGINES, READERS
 from vlmdata.preprocess.run.limits import parse_limits
 
 
@@ -33,6 +33,14 @@ class PreprocessCommand:
     ] = None
     subset: Annotated[str | None, data_option("Configuration of a hub dataset.")] = None
     revision: Annotated[str | None, data_option("Branch, tag or commit of a hub dataset.")] = None
+    reader: Annotated[
+        str | None,
+        data_option(
+            f"Read only the source's files of one format: {', '.join(f'`{name}`' for name in READERS)}, or your own "
+            "reader's as `module:attribute` or `file.py:attribute`. Default: by the names of the files.",
+            shown_default=False,
+        ),
+    ] = None
     limit: Annotated[int | None, data_option("Read only this many rows, from the first (demo: draw this many).")] = None
     holdout: Annotated[
         float | None,

@@ -79,7 +79,7 @@ def flag(name: str) -> str:
 def _without_effect(spec: str, tokenizer: str) -> Iterator[tuple[tuple[str, ...], str]]:
     path = Path(spec)
     if spec == DEMO:
-        yield ("split", "subset", "revision"), "the demo has one split, drawn on this machine"
+        yield ("split", "subset", "revision", "reader"), "the demo has one split, drawn on this machine"
         yield ("image_root", "allow_urls", "allow_private_host"), "the demo's rows contain their images"
     elif is_url(spec):
         yield ("subset", "revision"), f"SOURCE {spec} is a URL; they belong to hub datasets"

@@ -53,6 +53,7 @@ def retokenize(
     split: Annotated[str | None, _data("Split of the source, as it was given then.")] = None,
     subset: Annotated[str | None, _data("Configuration of a hub dataset, as it was given then.")] = None,
     revision: Annotated[str | None, _data("Commit of a hub dataset.")] = None,
+    reader: Annotated[str | None, _data("Reader of the source's files, as it was given then.")] = None,
     limit: Annotated[int | None, _data("Number of first rows, as it was given then.")] = None,
     hash_source: Annotated[bool, _data("Know the source's files by their bytes, if it was given then.")] = False,
     image_root: Annotated[
@@ -135,7 +136,7 @@ def retokenize(
     rows = None
     if source is not None:
         talk.print(f"opening {source} …", markup=False, soft_wrap=True)
-        rows = _open(source, config, split, subset, revision, limit, hash_source)
+        rows = _open(source, config, split, subset, revision, reader, limit, hash_source)
     number = workers or available_cores()
     with ProgressDisplay(talk, config, number, None, as_json=as_json) as display:
         made = retokenize_dataset(
@@ -158,7 +159,7 @@ def retokenize(
     raise typer.Exit(int(report.failure is not None))
 
 
-_OF_SOURCE = ("split", "subset", "revision", "limit", "hash_source", "image_root", "recipe_option")
+_OF_SOURCE = ("split", "subset", "revision", "reader", "limit", "hash_source", "image_root", "recipe_option")
 
 
 def _with(
@@ -188,6 +189,7 @@ def _open(
     split: str | None,
     subset: str | None,
     revision: str | None,
+    reader: str | None,
     limit: int | None,
     hash_source: bool,
 ) -> Source:
@@ -203,4 +205,5 @@ def _open(
         limit=limit,
         hash_source=hash_source,
         image_root=config.media.image_root,
+        reader=reader,
     )

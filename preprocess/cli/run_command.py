@@ -44,7 +44,7 @@ from vlmdata.preprocess.recipes.base import PARTS, load_recipe
 from vlmdata.preprocess.recipes.choice import choose_recipe, first_rows, media_for, misfit, recipe_for
 from vlmdata.preprocess.recipes.image_files import listed
 from vlmdata.preprocess.recipes.media import require_image_root
-from vlmdata.preprocess.registries import ENGINES, RECIPES
+from vlmdata.preprocess.registries import ENGINES, READERS, RECIPES
 from vlmdata.preprocess.run.claim import Part
 from vlmdata.preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
 from vlmdata.preprocess.run.directory import rows_per_shard_in
@@ -150,6 +150,7 @@ def runs_own_code(command: PreprocessCommand) -> bool:
     config = command.config
     named = [(RECIPES, config.recipe), (FAMILIES, config.family), (ENGINES, command.engine)]
     named += [(CODECS, name) for name in (config.pixels, config.video.pixels) if name is not None]
+    named += [(READERS, command.reader)] if command.reader is not None else []
     if _finds_family(command):
         named += [(FAMILIES, name) for name in FAMILIES.names()]
     return any(name not in registry for registry, name in named)
@@ -177,6 +178,7 @@ def _open_sources(command: PreprocessCommand, splits: Sequence[str | None], talk
                 limit=command.limit,
                 hash_source=command.hash_source,
                 image_root=command.config.media.image_root,
+                reader=command.reader,
                 drawn=drawn,
             )
             for split in splits

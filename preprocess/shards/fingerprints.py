@@ -25,7 +25,7 @@ from vlmdata.media.versions import decoder_versions, video_versions
 from vlmdata.preprocess.config import PreprocessConfig, VideoConfig
 from vlmdata.preprocess.own_options import make_options
 from vlmdata.preprocess.registries import RECIPES
-from vlmdata.registry import module_named, shown_name
+from vlmdata.registry import code_digest, module_named, shown_name
 from vlmdata.version import __version__
 
 #: Libraries that can change pixels (decoders, resize) or tokens (tokenizer, template engine).
@@ -56,6 +56,7 @@ _REMEDIES = (
     ("config.fingerprints.chat_template", "restore the tokenizer's files"),
     ("tokenizer", "restore the tokenizer's files"),
     ("config.fingerprints", "install the earlier versions"),
+    ("source.reader_source", "restore the reader's code"),
     ("source", "restore the source"),
 )
 _ADDED = (
@@ -272,13 +273,7 @@ def source_fingerprint(target: str, made: object) -> str:
 
 def recipe_fingerprint(name: str) -> str:
     """Returns the sha256 of a recipe's source code: of the file that defines it, or of all files of its package."""
-    digest = hashlib.sha256(inspect.getsource(inspect.getmodule(RECIPES.find(name)) or object).encode())
-    package = module_named(RECIPES.target(name).partition(":")[0])
-    for folder in map(Path, getattr(package, "__path__", ())):
-        for file in sorted(folder.rglob("*.py")):
-            source = file.read_bytes()
-            digest.update(f"{file.relative_to(folder).as_posix()} {len(source)}\n".encode() + source)
-    return digest.hexdigest()
+    return code_digest(RECIPES.find(name), RECIPES.target(name).partition(":")[0])
 
 
 def _modules_of(values: Any) -> Iterator[ModuleType]:

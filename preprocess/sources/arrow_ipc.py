@@ -15,7 +15,8 @@ import pyarrow as pa
 import xxhash
 
 from vlmdata.preprocess.sources.data_files import DataFile
-from vlmdata.preprocess.sources.parquet import Fragments, damaged
+from vlmdata.preprocess.sources.parquet import damaged
+from vlmdata.preprocess.sources.tables import Fragments, TableFile
 
 _FILE_MAGIC = b"ARROW1\0\0"
 _CONTINUES = 0xFFFFFFFF
@@ -35,19 +36,6 @@ class _Message:
     size: int
     rows: int
     header: bytes
-
-
-def count_arrow(file: DataFile) -> Fragments:
-    """Reads the headers of all messages; a SourceError if it is not an Arrow file, or is truncated."""
-    digest = xxhash.xxh3_128()
-    with file.open(_HEADER_BUFFER, counting=True) as stream:
-        messages = list(_messages(file, stream))
-        for message in messages:
-            digest.update(message.header)
-        schema = _schema(file, stream, messages)
-    batches = [each for each in messages if each.kind == _BATCH]
-    counts, places = tuple(each.rows for each in batches), tuple((each.offset, each.size) for each in batches)
-    return Fragments(counts, schema, digest.hexdigest(), places)
 
 
 def _messages(file: DataFile, stream: BinaryIO) -> Iterator[_Message]:
@@ -123,8 +111,24 @@ def _schema(file: DataFile, stream: BinaryIO, messages: list[_Message]) -> pa.Sc
         raise damaged(file, error) from error
 
 
-class ArrowReader:
+class ArrowReader(TableFile):
     """An open Arrow file, given the offset and bytes of each record batch."""
+
+    name = "arrow"
+    endings = (".arrow",)
+
+    @classmethod
+    def count(cls, file: DataFile) -> Fragments:
+        """Reads the headers of all messages; a SourceError if it is not an Arrow file, or is truncated."""
+        digest = xxhash.xxh3_128()
+        with file.open(_HEADER_BUFFER, counting=True) as stream:
+            messages = list(_messages(file, stream))
+            for message in messages:
+                digest.update(message.header)
+            schema = _schema(file, stream, messages)
+        batches = [message for message in messages if message.kind == _BATCH]
+        counts, places = tuple(batch.rows for batch in batches), tuple((batch.offset, batch.size) for batch in batches)
+        return Fragments(counts, schema, digest.hexdigest(), places)
 
     def __init__(self, file: DataFile, places: Sequence[tuple[int, int]]):
         self._file, self._places = file, places

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 from vlmdata.errors import SourceError
 from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.preprocess.sources.byte_files import ByteFile
-from vlmdata.preprocess.sources.counting import Counted, places_of
-from vlmdata.preprocess.sources.identity import stream_digest
+from vlmdata.preprocess.sources.data_files import DataFile
+from vlmdata.preprocess.sources.records import RecordFile
 from vlmdata.reasons import Reason
 
 #: The csv module's default limit, 128 KiB, is too small for an image in base64.
@@ -34,16 +34,18 @@ class _Damaged:
 
 
 @dataclass(frozen=True)
-class DelimitedFile:
-    """A CSV or TSV file, which may be compressed with gzip."""
+class DelimitedFile(RecordFile):
+    """A CSV or TSV file, which may be compressed with gzip. Its body begins after the header."""
 
-    file: ByteFile
+    name = "csv"
+    endings = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+    title = "CSV or TSV"
+
     delimiter: str  # separator of fields
     columns: tuple[str, ...]  # column names from the header
-    body: int  # offset of the first record after the header
 
     @classmethod
-    def read_header(cls, file: ByteFile) -> DelimitedFile:
+    def open(cls, file: ByteFile, index: DataFile | None = None) -> DelimitedFile:
         """Reads the names of the columns; a SourceError if there is no usable header."""
         delimiter = "\t" if ".tsv" in file.path.lower()[-7:] else ","
         with file.open(0, _HEADER_BYTES, counting=True) as stream:
@@ -57,15 +59,7 @@ class DelimitedFile:
             raise SourceError(f"SOURCE {file.path}: {problem}")
         columns = (columns[0].removeprefix("\ufeff"), *columns[1:])
         _require_names(file.path, columns)
-        return cls(file, delimiter, columns, lines.offset)
-
-    @staticmethod
-    def pass_over(file: ByteFile, block: int) -> Counted:
-        """Counts the records of a file; a SourceError if there is no usable header, or a quote is not closed."""
-        table = DelimitedFile.read_header(file)
-        with file.open(table.body, counting=True) as stream:
-            count, places = places_of((offset for offset, _ in table.records(stream)), block)
-        return Counted(count, places, content=None if file.file.is_remote else stream_digest(file.file))
+        return cls(file, delimiter, columns, body=lines.offset)
 
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, list[str] | _Damaged]]:
         """Yields the records and their offsets. Skips blank lines between records.

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 from vlmdata.errors import SourceError
 from vlmdata.preprocess.sources.byte_files import ByteFile
-from vlmdata.preprocess.sources.counting import Counted, places_of
-from vlmdata.preprocess.sources.identity import stream_digest
+from vlmdata.preprocess.sources.counting import Counted
+from vlmdata.preprocess.sources.data_files import DataFile
 from vlmdata.preprocess.sources.records import BYTE_ORDER_MARK, JsonLinesFile, RecordFile, object_in
 
 #: Bytes per request to a remote file when only the beginning is read.
@@ -26,55 +26,53 @@ _BRACKET = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+[\[\]{}]", re.DOTAL
 _BRACKET_OR_COMMA = re.compile(rb'(?:[^"\[\]{},]++|' + _STRING + rb")*+[\[\]{},]", re.DOTALL)
 _TO_ELEMENT = re.compile(rb"[\s,]*+[^\s,]")
 _TO_TEXT = re.compile(rb"\s*+\S")
-
-
-def json_file(file: ByteFile) -> RecordFile:
-    """Returns the reader of a JSON file by its first lines; a SourceError if it has no list and no objects.
-
-    A file of one object per line is JSON lines, whatever its name.
-    """
-    with file.open(0, _HEAD_BYTES, counting=True) as stream:
-        bytes_before = len(BYTE_ORDER_MARK) if stream.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
-        stream.seek(bytes_before)
-        text = _Text(stream)
-        first = text.pass_over(_TO_TEXT)
-        if first is None:
-            raise SourceError(f"SOURCE {file.path}: it has no rows")
-        if first not in b"[{":
-            raise SourceError(
-                f"SOURCE {file.path}: it begins with {chr(first)!r}, not with the [ of a list of objects or the {{ of "
-                "an object; give JSON in UTF-8"
-            )
-        if first == ord("["):
-            return JsonFile(file, text.offset, is_list=True)
-        stream.seek(text.offset - 1)
-        lines = (line.strip() for line in stream if not line.isspace())
-        if next(lines).endswith(b"}") and next(lines, None) != b"{":
-            return JsonLinesFile(file)
-        return JsonFile(file, bytes_before, is_list=False)
-
-
-def count_json(file: ByteFile, block: int) -> Counted:
-    """Counts the rows of a JSON file; a SourceError if a list has no end."""
-    if file.restart_points == b"":
-        raise SourceError(f"SOURCE {file.path}: it has no rows")
-    reader = json_file(file)
-    if isinstance(reader, JsonLinesFile):
-        counted = JsonLinesFile.pass_over(file, block)
-        count, places = counted.count, counted.places
-    else:
-        with file.open(reader.body, counting=True) as stream:
-            count, places = places_of((offset for offset, _ in reader.records(stream)), block)
-    return Counted(count, places, content=None if file.file.is_remote else stream_digest(file.file))
+#: Identifies sources that earlier versions read through Arrow, so that no run mixes both readings.
+AS_TEXT = {"reader": "json"}
 
 
 @dataclass(frozen=True)
-class JsonFile:
-    """A JSON file, which may be compressed with gzip."""
+class JsonFile(RecordFile):
+    """A JSON file, which may be compressed with gzip. The body of a list begins after its bracket."""
 
-    file: ByteFile
-    body: int  # offset after the bracket that begins the list
+    name = "json"
+    endings = (".json", ".json.gz")
+    title = "JSON"
+    identity = AS_TEXT
+
     is_list: bool  # whether it is a list; otherwise objects follow one another
+
+    @classmethod
+    def open(cls, file: ByteFile, index: DataFile | None = None) -> RecordFile:
+        """Returns the reader of a JSON file by its first lines; a SourceError if it has no list and no objects.
+
+        A file of one object per line is JSON lines, whatever its name.
+        """
+        with file.open(0, _HEAD_BYTES, counting=True) as stream:
+            bytes_before = len(BYTE_ORDER_MARK) if stream.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
+            stream.seek(bytes_before)
+            text = _Text(stream)
+            first = text.pass_over(_TO_TEXT)
+            if first is None:
+                raise SourceError(f"SOURCE {file.path}: it has no rows")
+            if first not in b"[{":
+                raise SourceError(
+                    f"SOURCE {file.path}: it begins with {chr(first)!r}, not with the [ of a list of objects or the {{ "
+                    "of an object; give JSON in UTF-8"
+                )
+            if first == ord("["):
+                return cls(file, is_list=True, body=text.offset)
+            stream.seek(text.offset - 1)
+            lines = (line.strip() for line in stream if not line.isspace())
+            if next(lines).endswith(b"}") and next(lines, None) != b"{":
+                return JsonLinesFile(file)
+            return cls(file, is_list=False, body=bytes_before)
+
+    @classmethod
+    def count(cls, file: ByteFile, index: DataFile | None, block: int) -> Counted:
+        """Counts the rows of a JSON file; a SourceError if a list has no end."""
+        if file.restart_points == b"":
+            raise SourceError(f"SOURCE {file.path}: it has no rows")
+        return super().count(file, index, block)
 
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Yields the elements and their offsets.

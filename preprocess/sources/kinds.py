@@ -1,10 +1,9 @@
-"""What the names of files say: their kind of data, and their split, as the Hugging Face hub reads them."""
+"""What the names of files say: whether they are images or videos, and their split, as the Hugging Face hub does."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import PurePosixPath
 
 from vlmdata.errors import SourceError
@@ -18,34 +17,6 @@ _KEYWORDS: Mapping[str, Sequence[str]] = {
 _NUMBERED = re.compile(r"data/(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 _SEPARATOR = "[-._ 0-9]"
 
-
-class Kind(StrEnum):
-    """Kinds of data files. Files of one source are all of one kind."""
-
-    PARQUET = "parquet"
-    ARROW = "arrow"
-    JSON = "json"
-    JSON_LINES = "JSON lines"
-    DELIMITED = "CSV or TSV"
-    TAR = "WebDataset tar"
-
-
-#: By file name ending, in lower case.
-ENDINGS: Mapping[str, Kind] = {
-    ".parquet": Kind.PARQUET,
-    ".arrow": Kind.ARROW,
-    ".json": Kind.JSON,
-    ".json.gz": Kind.JSON,
-    ".jsonl": Kind.JSON_LINES,
-    ".ndjson": Kind.JSON_LINES,
-    ".jsonl.gz": Kind.JSON_LINES,
-    ".ndjson.gz": Kind.JSON_LINES,
-    ".csv": Kind.DELIMITED,
-    ".tsv": Kind.DELIMITED,
-    ".csv.gz": Kind.DELIMITED,
-    ".tsv.gz": Kind.DELIMITED,
-    ".tar": Kind.TAR,
-}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jp2")
 VIDEO_ENDINGS = (
     ".mp4",
@@ -64,12 +35,6 @@ VIDEO_ENDINGS = (
     ".ogv",
     ".3gp",
 )
-_SHOWN = 3
-
-
-def kind_of(name: str) -> Kind | None:
-    """Returns the kind of a file; None if its name is not that of a data file."""
-    return next((kind for ending, kind in ENDINGS.items() if name.lower().endswith(ending)), None)
 
 
 def is_image(name: str) -> bool:
@@ -80,30 +45,6 @@ def is_image(name: str) -> bool:
 def is_video(name: str) -> bool:
     """Returns whether the file name is that of a video."""
     return name.lower().endswith(VIDEO_ENDINGS)
-
-
-def the_kind(what: str, names: Sequence[str]) -> Kind:
-    """Returns the common kind of several files that the user gave; a SourceError if there is none."""
-    kinds = {kind_of(name) for name in names}
-    if len(kinds) == 1 and (kind := kinds.pop()) is not None:
-        return kind
-    unknown = [name for name in names if kind_of(name) is None]
-    if unknown:
-        raise SourceError(f"{what}: {unknown[0]} is no data file; these are read: {', '.join(ENDINGS)}")
-    raise SourceError(f"{what}: files of several kinds: {listing(names)}. Name files of one kind.")
-
-
-def listing(names: Iterable[str]) -> str:
-    """Lists files by kind for a message: ``2 parquet (a.parquet, b.parquet), 1 JSON lines (c.jsonl)``."""
-    by_kind: dict[Kind, list[str]] = {}
-    for name in sorted(names):
-        if (kind := kind_of(name)) is not None:
-            by_kind.setdefault(kind, []).append(name)
-    parts = []
-    for kind, names in by_kind.items():
-        more = ", …" if len(names) > _SHOWN else ""
-        parts.append(f"{len(names):,} {kind} ({', '.join(names[:_SHOWN])}{more})")
-    return ", ".join(parts)
 
 
 def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:

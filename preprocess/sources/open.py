@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 import glob
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import canonical_hash
 from vlmdata.locations import is_url
 from vlmdata.preprocess.sources import datasets_library
-from vlmdata.preprocess.sources.byte_files import ByteFile
-from vlmdata.preprocess.sources.counting import Counted, count_records
 from vlmdata.preprocess.sources.data_files import (
     DataFile,
     at_addresses,
-    beside,
     is_pattern,
     is_remote_folder,
     list_remote,
@@ -28,23 +24,19 @@ from vlmdata.preprocess.sources.data_files import (
     without_query,
 )
 from vlmdata.preprocess.sources.datasets_library import DescribedFolder, HubDataset
-from vlmdata.preprocess.sources.delimited import DelimitedFile
 from vlmdata.preprocess.sources.folder import FolderContent
 from vlmdata.preprocess.sources.identity import LISTED_FILES, METADATA, identify, mark_of
-from vlmdata.preprocess.sources.json_file import count_json, json_file
-from vlmdata.preprocess.sources.kinds import Kind, kind_of, the_kind
-from vlmdata.preprocess.sources.records import JsonLinesFile, RecordFile, RecordRows
+from vlmdata.preprocess.sources.json_file import AS_TEXT, JsonFile
+from vlmdata.preprocess.sources.reader import Formats, Reader
+from vlmdata.preprocess.sources.records import JsonLinesFile
 from vlmdata.preprocess.sources.rows import FileRows, Source
-from vlmdata.preprocess.sources.tables import TABLES, TableRows
-from vlmdata.preprocess.sources.webdataset import INDEX_ENDING, TarFile, TarIndex
+from vlmdata.preprocess.sources.tables import TableFile, TableRows
 
 DEMO = "demo"
 DEMO_ROWS = 64
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-#: Kinds that ``datasets`` would read through Arrow, which guesses types: ``"2024-01-01"`` would be a time, 5 be 5.0.
-_JSON = (Kind.JSON, Kind.JSON_LINES)
-#: Identifies sources that earlier versions read through Arrow, so that no run mixes both readings.
-_AS_TEXT = {"reader": "json"}
+#: Files that ``datasets`` would read through Arrow, which guesses types: ``"2024-01-01"`` would be a time, 5 be 5.0.
+_JSON = (JsonFile, JsonLinesFile)
 
 
 def open_source(
@@ -57,6 +49,7 @@ def open_source(
     limit: int | None = None,
     hash_source: bool = False,
     image_root: str | None = None,
+    reader: str | None = None,
     drawn: Callable[[int], None] | None = None,
 ) -> Source:
     """Opens a source of rows.
@@ -65,21 +58,30 @@ def open_source(
     or a hub dataset id, with a configuration (subset) and a revision (branch, tag or commit). The default split is
     ``train``, or the only one. Rows of the demo are those of ``recipe``, and ``drawn`` is called with the
     number drawn so far. ``limit`` is a number of first rows. With ``hash_source``, all files are identified by their
-    bytes. Image paths are relative to ``image_root``, a folder or URL, by default the source's folder.
+    bytes. Image paths are relative to ``image_root``, a folder or URL, by default the source's folder. ``reader`` names
+    what reads the files: only those with its endings are data files then. By default, the built-in readers do.
 
     Raises:
         SourceError: If it cannot be opened; the message has the remedy.
     """
     if limit is not None and limit < 1:
         raise SourceError(f"--limit {limit}: it must be at least 1")
+    if reader is not None and (config_name is not None or revision is not None):
+        raise SourceError(f"--reader {reader}: it reads files, which have no --subset and no --revision. Omit them.")
+    formats = Formats.of(reader)
     if spec == DEMO:
         source = _demo(recipe, limit or DEMO_ROWS, drawn)
     elif is_url(spec):
-        source = _remote(spec, split, hash_source)
+        source = _remote(spec, split, hash_source, formats)
     elif (path := Path(spec)).exists() or glob.has_magic(spec):
-        source = _local(path, split, config_name, hash_source, image_root)
-    elif _HUB_ID.fullmatch(spec) and kind_of(spec) is None and not _is_in_folder(path):
-        source = _hub(HubDataset.find(spec, split, config_name, revision))
+        source = _local(path, split, config_name, hash_source, formats, image_root)
+    elif _HUB_ID.fullmatch(spec) and formats.reader_of(spec) is None and not _is_in_folder(path):
+        if reader is not None:
+            raise SourceError(
+                f"--reader {reader}: datasets of the hub are read by what the hub says of their files. Give the files: "
+                f"'hf://datasets/{spec}/**'."
+            )
+        source = _hub(HubDataset.find(spec, split, config_name, revision), formats)
     else:
         raise SourceError(f"SOURCE {spec}: no such file or folder{_why_not_asked(spec, path)}")
     if source.num_rows == 0:
@@ -109,108 +111,111 @@ def _demo(recipe: str, rows: int, on_row: Callable[[int], None] | None) -> Sourc
         raise SourceError(f"SOURCE demo: it has rows for the recipes cord_v2 and chat, not for {recipe}")
     directory = ensure_demo_dataset(recipe, rows, progress=on_row)  # type: ignore[arg-type]
     # The drawn rows are identified by content, not by the cache folder.
-    drawn = _local(directory, "train", None, hash_source=True)
+    drawn = _local(directory, "train", None, True, Formats.of(None))
     identity = {"kind": "demo", "layout": recipe, "version": DEMO_VERSION, "files": drawn.identity["files"]}
     return dataclasses.replace(drawn, identity=identity, image_root=None)
 
 
 def _local(
-    path: Path, split: str | None, config_name: str | None, hash_source: bool, image_root: str | None = None
+    path: Path,
+    split: str | None,
+    config_name: str | None,
+    hash_source: bool,
+    formats: Formats,
+    image_root: str | None = None,
 ) -> Source:
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+    if not formats.are_given and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
         return datasets_library.open_saved(path, split)
     if path.is_dir():
-        return _folder(path, split, config_name, hash_source, image_root)
+        return _folder(path, split, config_name, hash_source, formats, image_root)
     files = matching(str(path))
-    return _named_files(str(path), files, split, hash_source)
+    return _named_files(str(path), files, split, hash_source, formats)
 
 
-def _remote(url: str, split: str | None, hash_source: bool) -> Source:
-    if is_pattern(url) or kind_of(without_query(url)) is not None or not is_remote_folder(url):
-        return _named_files(url, matching(url), split, hash_source)
+def _remote(url: str, split: str | None, hash_source: bool, formats: Formats) -> Source:
+    if is_pattern(url) or formats.reader_of(without_query(url)) is not None or not is_remote_folder(url):
+        return _named_files(url, matching(url), split, hash_source, formats)
     listing = list_remote(url.rstrip("/"))
-    content = FolderContent.look_remote(listing)
-    if content.is_for_datasets:
+    content = FolderContent.look_remote(listing, formats)
+    if content.is_for_datasets and not formats.are_given:
         raise SourceError(
             f"SOURCE {url}: an image folder, or one whose dataset card names its files, is read only on disk. Give a "
             "pattern of its files, or download it."
         )
-    kind, name, names = content.choose(split)
-    return _files(kind, [listing.files[name] for name in names], name, listing.root, hash_source)
+    reader, name, names = content.choose(split)
+    files = [listing.files[name] for name in names]
+    return _files(reader, files, name, listing.root, hash_source, formats.identity)
 
 
-def _named_files(spec: str, files: Sequence[DataFile], split: str | None, hash_source: bool) -> Source:
+def _named_files(
+    spec: str, files: Sequence[DataFile], split: str | None, hash_source: bool, formats: Formats
+) -> Source:
     """Opens files that the user gave individually or by a pattern."""
-    kind = the_kind(f"SOURCE {spec}", [file.file_name for file in files])
+    reader = formats.require_common(f"SOURCE {spec}", [file.file_name for file in files])
     if split not in (None, "train"):
         raise SourceError(
             f"SOURCE {files[0].place}: a data file has no splits, so --split {split} names nothing; leave it out. "
             "(--holdout 0.02 holds out a share of its rows.)"
         )
-    return _files(kind, files, None, parent(files[0].place), hash_source)
+    return _files(reader, files, None, parent(files[0].place), hash_source, formats.identity)
 
 
 def _folder(
-    folder: Path, split: str | None, config_name: str | None, hash_source: bool, image_root: str | None
+    folder: Path,
+    split: str | None,
+    config_name: str | None,
+    hash_source: bool,
+    formats: Formats,
+    image_root: str | None,
 ) -> Source:
-    content = FolderContent.look(folder)
-    if not content.is_for_datasets and config_name is None:
-        kind, name, names = content.choose(split)
-        return _files(kind, [DataFile.local(folder / each) for each in names], name, str(folder), hash_source)
+    content = FolderContent.look(folder, formats)
+    if formats.are_given or (not content.is_for_datasets and config_name is None):
+        reader, name, names = content.choose(split)
+        files = [DataFile.local(folder / each) for each in names]
+        return _files(reader, files, name, str(folder), hash_source, formats.identity)
     if glob.has_magic(str(folder.resolve())):
         raise SourceError(
             f"SOURCE {folder}: `datasets` takes a folder whose path holds *, ? or [ for a pattern; "
             "rename it, link to it by another name, or give its files"
         )
     described = DescribedFolder.find(folder, split, config_name)
-    common = _common_kind(map(str, described.files))
-    if common is not None and common in _JSON and described.reads_all:
+    common = formats.common(map(str, described.files))
+    if common in _JSON and described.reads_all:
         files = [DataFile.local(file) for file in described.files]
-        return _files(common, files, described.split, str(folder), hash_source, reader=_AS_TEXT)
+        return _files(common, files, described.split, str(folder), hash_source, AS_TEXT)
     return described.open(image_root)
 
 
-def _hub(dataset: HubDataset) -> Source:
+def _hub(dataset: HubDataset, formats: Formats) -> Source:
     """Opens a hub dataset: Parquet, Arrow and JSON files in place, others through ``datasets``."""
-    kind = _common_kind(dataset.files)
-    if kind is None:
+    reader = formats.common(dataset.files)
+    if reader is None:
         return dataset.open()
-    if kind in TABLES:
-        rows, _ = TableRows.count(kind, at_addresses(dataset.files), dataset.features)
+    if issubclass(reader, TableFile):
+        rows, _ = TableRows.count(reader, at_addresses(dataset.files), dataset.features)
         places = FileRows([relative_name(file, "") for file in dataset.files], rows.file_starts)
         return dataclasses.replace(Source.whole(rows, dataset.identity, None), is_remote=True, files=places)
-    if kind in _JSON and dataset.reads_all:
-        source = _files(kind, at_addresses(dataset.files), None, "", hash_source=False)
-        return dataclasses.replace(source, identity={**dataset.identity, **_AS_TEXT}, image_root=None)
+    if reader in _JSON and dataset.reads_all:
+        source = _files(reader, at_addresses(dataset.files), None, "", False, AS_TEXT)
+        return dataclasses.replace(source, identity={**dataset.identity, **AS_TEXT}, image_root=None)
     return dataset.open()
 
 
-def _common_kind(names: Iterable[str]) -> Kind | None:
-    """Returns the kind of all files; None if they are of several, or of none."""
-    kinds = {kind_of(name) for name in names}
-    return kinds.pop() if len(kinds) == 1 else None
-
-
 def _files(
-    kind: Kind,
+    reader: type[Reader],
     files: Sequence[DataFile],
     split: str | None,
     root: str,
     hash_source: bool,
-    reader: Mapping[str, str] | None = None,
+    own: Mapping[str, str],
 ) -> Source:
-    """Opens files of one kind: a split of the folder ``root``, or files given individually."""
-    contents: list[str | None] = [None] * len(files)
-    metadata: list[str | None] = [None] * len(files)
-    rows: TableRows | RecordRows
-    if kind in TABLES:
-        rows, digests = TableRows.count(kind, files)
-        metadata = list(digests)
-    else:
-        record_files, counted = _count(kind, files)
-        rows = RecordRows.of(record_files, counted)
-        contents, metadata = [each.content for each in counted], [each.metadata for each in counted]
-    marks = [mark_of(*each, hash_source) for each in zip(files, contents, metadata, strict=True)]
+    """Opens files of one kind: a split of the folder ``root``, or files given individually.
+
+    ``own`` is what their identity has besides the files and what their reader says.
+    """
+    found = reader.read(files, own.get("reader_source", ""))
+    per_file = zip(files, found.contents, found.metadata, strict=True)
+    marks = [mark_of(*each, hash_source) for each in per_file]
     names = [relative_name(file.place, root) for file in files]
     known = identify([(name, file.size, mark) for name, file, mark in zip(names, files, marks, strict=True)])
     times = {
@@ -220,33 +225,6 @@ def _files(
     }
     if len(times) > LISTED_FILES:
         times = {"all": canonical_hash(times)}
-    reader = _AS_TEXT if kind is Kind.JSON else reader or {}
-    identity = {"kind": "files", **({"split": split} if split else {}), **reader, **known}
-    source = Source.whole(rows, identity, root, times)
-    return dataclasses.replace(source, is_remote=files[0].is_remote, files=FileRows(names, rows.file_starts))
-
-
-def _count(kind: Kind, files: Sequence[DataFile]) -> tuple[list[RecordFile], list[Counted]]:
-    """Counts the records of files. Returns the files to read them from, too."""
-    indexes: Mapping[str, TarIndex] = {}
-    record_file: Callable[[ByteFile], RecordFile]
-    if kind is Kind.JSON_LINES:
-        counted = count_records(kind.value, files, JsonLinesFile.pass_over, lines=True)
-        record_file = JsonLinesFile
-    elif kind is Kind.JSON:
-        counted = count_records(kind.value, files, count_json, lines=False)
-        record_file = json_file
-    elif kind is Kind.DELIMITED:
-        counted = count_records(kind.value, files, DelimitedFile.pass_over, lines=False)
-        record_file = DelimitedFile.read_header
-    else:
-        found = beside(files, INDEX_ENDING)
-        indexes = {file.place: TarIndex(found[file.place], file) for file in files if file.place in found}
-        pass_over = partial(TarFile.pass_over, indexes=indexes)
-        counted = count_records(kind.value, files, pass_over, lines=False, beside=list(found.values()))
-
-        def record_file(file: ByteFile) -> RecordFile:
-            return TarFile(file, indexes.get(file.path))
-
-    byte_files = [ByteFile(file, each.restart_points) for file, each in zip(files, counted, strict=True)]
-    return [record_file(file) for file in byte_files], counted
+    identity = {"kind": "files", **({"split": split} if split else {}), **reader.identity, **own, **known}
+    source = Source.whole(found.rows, identity, root, times)
+    return dataclasses.replace(source, is_remote=files[0].is_remote, files=FileRows(names, found.rows.file_starts))

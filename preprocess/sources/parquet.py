@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ import xxhash
 
 from vlmdata.errors import SourceError
 from vlmdata.preprocess.sources.data_files import DataFile
+from vlmdata.preprocess.sources.tables import Fragments, TableFile
 
 _TAIL = 64 << 10
 _MAGIC = b"PAR1"
@@ -21,27 +21,6 @@ _COLUMN_BUFFER = 1 << 20
 #: Approximate decoded bytes of rows in memory at a time.
 _BATCH_BYTES = 32 << 20
 _MOST_ROWS = 1024
-
-
-@dataclass(frozen=True)
-class Fragments:
-    """Result of counting the rows of a file."""
-
-    counts: tuple[int, ...]  # number of rows of each fragment
-    schema: pa.Schema
-    digest: str  # hash of the file's metadata, without its rows
-    places: tuple[tuple[int, int], ...] = ()  # offset and size of each fragment, if needed to find it
-
-
-def count_parquet(file: DataFile) -> Fragments:
-    """Reads the footer; a SourceError if the file has none."""
-    footer = _footer(file)
-    try:
-        metadata = pq.read_metadata(pa.BufferReader(footer))
-        counts = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        return Fragments(counts, metadata.schema.to_arrow_schema(), xxhash.xxh3_128_hexdigest(footer))
-    except (pa.ArrowException, OSError) as error:
-        raise damaged(file, error) from error
 
 
 def _footer(file: DataFile) -> bytes:
@@ -66,8 +45,22 @@ def damaged(file: DataFile, why: object) -> SourceError:
     return SourceError(f"SOURCE {file.place}: the file is damaged, cut off or of another kind: {what}")
 
 
-class ParquetReader:
+class ParquetReader(TableFile):
     """An open Parquet file."""
+
+    name = "parquet"
+    endings = (".parquet",)
+
+    @classmethod
+    def count(cls, file: DataFile) -> Fragments:
+        """Reads the footer; a SourceError if the file has none."""
+        footer = _footer(file)
+        try:
+            metadata = pq.read_metadata(pa.BufferReader(footer))
+            counts = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+            return Fragments(counts, metadata.schema.to_arrow_schema(), xxhash.xxh3_128_hexdigest(footer))
+        except (pa.ArrowException, OSError) as error:
+            raise damaged(file, error) from error
 
     def __init__(self, file: DataFile, _places: object = None):
         self._file = file

@@ -6,9 +6,10 @@ one per MiB. Rows read in order need no skipping.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,10 @@ from vlmdata.errors import SourceError
 from vlmdata.preprocess import json_text
 from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.preprocess.sources.byte_files import ByteFile
-from vlmdata.preprocess.sources.counting import Counted, Places, places_of
+from vlmdata.preprocess.sources.counting import Counted, Places, count_records, places_of
+from vlmdata.preprocess.sources.data_files import DataFile, beside
+from vlmdata.preprocess.sources.identity import stream_digest
+from vlmdata.preprocess.sources.reader import FilesRead, Reader, pickled_with_code
 from vlmdata.reasons import Reason
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -25,25 +29,69 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BYTES_BEFORE = 20
 
 
-class RecordFile(Protocol):
-    """One file of records, which begin at the offset ``body``. Cheap to pickle."""
+@dataclass(frozen=True)
+class RecordFile(Reader):
+    """One file of records. A subclass reads a format of records one after another. Cheap to pickle.
 
-    @property
-    def file(self) -> ByteFile:
-        """The file."""
+    Attributes:
+        lines: Whether each line is a record, so that plain files are counted without reading their records.
+        index_ending: Ending of an index that may be beside a file, appended to its name; empty if there is none.
+        file: The file, whose bytes are uncompressed if its name ends in ``.gz``.
+        body: Offset of the first record.
+    """
 
-    @property
-    def body(self) -> int:
-        """Offset of the first record."""
+    lines: ClassVar[bool] = False
+    index_ending: ClassVar[str] = ""
 
+    file: ByteFile
+    body: int = field(default=0, kw_only=True)
+
+    @classmethod
+    def open(cls, file: ByteFile, index: DataFile | None = None) -> RecordFile:
+        """Returns the reader of a file and its index; a SourceError if its header cannot be read."""
+        return cls(file)
+
+    @classmethod
+    def count(cls, file: ByteFile, index: DataFile | None, block: int) -> Counted:
+        """Counts the records of a file, and records the offsets of some, at least ``block`` bytes apart."""
+        # The hash of a compressed file is that of its compressed bytes.
+        unknown = file.file.is_remote or file.restart_points is not None
+        counted = cls.open(file, index).pass_over(block)
+        return replace(counted, content=None if unknown else stream_digest(file.file))
+
+    def pass_over(self, block: int) -> Counted:
+        """Counts the records in sequence."""
+        with self.file.open(self.body, counting=True) as stream:
+            count, places = places_of((offset for offset, _ in self.records(stream)), block)
+        return Counted(count, places)
+
+    @abstractmethod
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
         """Yields each record from the stream's position, parsed as little as possible, with its offset.
 
         A SourceError is damage to the file that affects more than a row.
         """
 
+    @abstractmethod
     def values(self, record: Any, stream: BinaryIO) -> Mapping[str, Any]:
         """Returns the column values of a record; MALFORMED_ROW if it cannot be read."""
+
+    @classmethod
+    def read(cls, files: Sequence[DataFile], code: str = "") -> FilesRead:
+        """Counts the records of files."""
+        indexes = beside(files, cls.index_ending) if cls.index_ending else {}
+
+        def count(file: ByteFile, block: int) -> Counted:
+            return cls.count(file, indexes.get(file.path), block)
+
+        kind = f"{cls.words()} {code}" if code else cls.words()
+        counted = count_records(kind, files, count, lines=cls.lines, beside=list(indexes.values()))
+        opened = [
+            cls.open(ByteFile(file, of_file.restart_points), indexes.get(file.place))
+            for file, of_file in zip(files, counted, strict=True)
+        ]
+        contents, metadata = [of_file.content for of_file in counted], [of_file.metadata for of_file in counted]
+        return FilesRead(RecordRows.of(opened, counted), contents, metadata)
 
 
 @dataclass
@@ -117,18 +165,21 @@ class RecordRows:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cursor": None}
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return pickled_with_code(self, map(type, self.files))
+
 
 @dataclass(frozen=True)
-class JsonLinesFile:
+class JsonLinesFile(RecordFile):
     """A file of JSON lines, which may be compressed with gzip."""
 
-    file: ByteFile
+    name = "jsonl"
+    endings = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+    title = "JSON lines"
+    lines = True
 
-    body = 0
-
-    @staticmethod
-    def pass_over(file: ByteFile, block: int) -> Counted:
-        """Counts the lines of a file in sequence, up to the last one that is not blank."""
+    def pass_over(self, block: int) -> Counted:
+        """Counts the lines in sequence, up to the last one that is not blank."""
         count = 0
 
         def offsets(lines: Iterator[tuple[int, bytes]]) -> Iterator[int]:
@@ -138,8 +189,8 @@ class JsonLinesFile:
                     count = number
                 yield offset
 
-        with file.open(counting=True) as stream:
-            _, places = places_of(offsets(JsonLinesFile(file).records(stream)), block)
+        with self.file.open(counting=True) as stream:
+            _, places = places_of(offsets(self.records(stream)), block)
         return Counted(count, places)
 
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:

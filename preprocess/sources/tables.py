@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import json
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,29 +24,56 @@ from vlmdata.errors import SourceError
 from vlmdata.preprocess import json_text
 from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.preprocess.row import Struct
-from vlmdata.preprocess.sources.arrow_ipc import ArrowReader, count_arrow
 from vlmdata.preprocess.sources.data_files import DataFile
 from vlmdata.preprocess.sources.kept import kept
-from vlmdata.preprocess.sources.kinds import Kind
-from vlmdata.preprocess.sources.parquet import Fragments, ParquetReader, count_parquet
 from vlmdata.preprocess.sources.plain_columns import MapOf, has_map, plain_features
+from vlmdata.preprocess.sources.reader import FilesRead, Reader, pickled_with_code
 from vlmdata.reasons import Reason
 
 #: Number of files whose fragments are counted in parallel.
 _THREADS = 32
 
 
-class _TableReader(Protocol):
-    def batches(self, fragment: int) -> Iterator[pa.RecordBatch]: ...
-    def close(self) -> None: ...
+@dataclass(frozen=True)
+class Fragments:
+    """Result of counting the rows of a file."""
+
+    counts: tuple[int, ...]  # number of rows of each fragment
+    schema: pa.Schema
+    #: Hash of the file's metadata, without its rows; None: the file is identified by its bytes.
+    digest: str | None = None
+    places: tuple[tuple[int, int], ...] = ()  # offset and size of each fragment, if needed to find it
 
 
-_COUNT: Mapping[Kind, Callable[[DataFile], Fragments]] = {Kind.PARQUET: count_parquet, Kind.ARROW: count_arrow}
-TABLES = tuple(_COUNT)
-_READER: Mapping[Kind, Callable[[DataFile, Sequence[tuple[int, int]]], _TableReader]] = {
-    Kind.PARQUET: ParquetReader,
-    Kind.ARROW: ArrowReader,
-}
+class TableFile(Reader):
+    """An open file of columns. A subclass reads a format of fragments of rows with one schema.
+
+    Args:
+        file: The file.
+        places: Offset and size of each fragment, if :meth:`count` tells them.
+    """
+
+    @abstractmethod
+    def __init__(self, file: DataFile, places: Sequence[tuple[int, int]]): ...
+
+    @classmethod
+    @abstractmethod
+    def count(cls, file: DataFile) -> Fragments:
+        """Counts the rows of a file without reading them; a SourceError if it is damaged."""
+
+    @abstractmethod
+    def batches(self, fragment: int) -> Iterator[pa.RecordBatch]:
+        """Yields the rows of a fragment in batches; a SourceError if they cannot be read."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the file."""
+
+    @classmethod
+    def read(cls, files: Sequence[DataFile], code: str = "") -> FilesRead:
+        """Counts the rows of files."""
+        rows, digests = TableRows.count(cls, files, code=code)
+        return FilesRead(rows, [None] * len(files), digests)
 
 
 @dataclass
@@ -53,7 +81,7 @@ class _TableCursor:
     """An open file, a fragment, its next batches, and decoded rows from the ``first`` one on."""
 
     file: int
-    reader: _TableReader
+    reader: TableFile
     fragment: int
     batches: Iterator[pa.RecordBatch]
     table: pa.Table
@@ -64,7 +92,7 @@ class _TableCursor:
 class TableRows:
     """Rows of files of one kind. Cheap to pickle, because fragments are numbers."""
 
-    kind: Kind  # parquet or Arrow
+    reader: type[TableFile]
     files: Sequence[DataFile]
     schema: pa.Schema  # columns of all rows, with the features of ``datasets`` in its metadata
     #: int64 (files + 1,) number of the first fragment of each file, and the number of fragments.
@@ -76,7 +104,9 @@ class TableRows:
     _cursor: _TableCursor | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def count(cls, kind: Kind, files: Sequence[DataFile], features: Any = None) -> tuple[TableRows, Sequence[str]]:
+    def count(
+        cls, reader: type[TableFile], files: Sequence[DataFile], features: Any = None, code: str = ""
+    ) -> tuple[TableRows, Sequence[str | None]]:
         """Counts the rows of files without reading them. Returns the rows, and a hash of each file's metadata.
 
         Columns are ``features``, those that a dataset card declares, or else those of the first file. A SourceError if
@@ -85,14 +115,14 @@ class TableRows:
 
         def count() -> list[Fragments]:
             with ThreadPoolExecutor(_THREADS) as threads:
-                return list(threads.map(_COUNT[kind], files))
+                return list(threads.map(reader.count, files))
 
-        found = kept(kind.value, files, count, _to_json, _from_json)
+        found = kept(f"{reader.words()} {code}" if code else reader.words(), files, count, _to_json, _from_json)
         schema = _target(files, [each.schema for each in found], features)
         fragments = np.array([len(each.counts) for each in found], dtype=np.int64)
         rows = np.array([rows for each in found for rows in each.counts], dtype=np.int64)
         places = np.array([place for each in found for place in each.places], dtype=np.int64).reshape(-1, 2)
-        return cls(kind, files, schema, _sums(fragments), _sums(rows), places), [each.digest for each in found]
+        return cls(reader, files, schema, _sums(fragments), _sums(rows), places), [each.digest for each in found]
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -147,7 +177,7 @@ class TableRows:
             if cursor is not None:
                 cursor.reader.close()
                 self._cursor = None
-            reader = _READER[self.kind](self.files[file], self._places_in(file))
+            reader = self.reader(self.files[file], self._places_in(file))
         batches = reader.batches(fragment - int(self.first_fragments[file]))
         none = pa.Table.from_batches([], self.schema)  # empty_table imports pandas
         return _TableCursor(file, reader, fragment, batches, none, int(self.starts[fragment]))
@@ -163,6 +193,9 @@ class TableRows:
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name != "_features"}
         return {**state, "_cursor": None}
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return pickled_with_code(self, [self.reader])
 
 
 def decode_json(value: Any, feature: Any) -> Any:

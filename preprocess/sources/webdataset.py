@@ -29,6 +29,7 @@ from vlmdata.preprocess.sources.byte_files import ByteFile
 from vlmdata.preprocess.sources.counting import Counted, places_of
 from vlmdata.preprocess.sources.data_files import DataFile
 from vlmdata.preprocess.sources.kinds import IMAGE_ENDINGS
+from vlmdata.preprocess.sources.records import RecordFile
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
@@ -126,21 +127,29 @@ class _Sample:
 
 
 @dataclass(frozen=True)
-class TarFile:
+class TarFile(RecordFile):
     """A tar of samples, and its index, if it has one."""
 
-    file: ByteFile
-    index: TarIndex | None = None
-    body = 0
+    name = "tar"
+    endings = (".tar",)
+    title = "WebDataset tar"
+    index_ending = INDEX_ENDING
 
-    @staticmethod
-    def pass_over(file: ByteFile, block: int, indexes: Mapping[str, TarIndex]) -> Counted:
-        """Counts the samples of a tar by its index, if there is one by the place of the tar, else by its headers.
+    index: TarIndex | None = None
+
+    @classmethod
+    def open(cls, file: ByteFile, index: DataFile | None = None) -> TarFile:
+        """Returns the reader of a tar and its index."""
+        return cls(file, None if index is None else TarIndex(index, file.file))
+
+    @classmethod
+    def count(cls, file: ByteFile, index: DataFile | None, block: int) -> Counted:
+        """Counts the samples of a tar by its index, if there is one, else by its headers.
 
         Raises:
             SourceError: If the tar is damaged, members of a sample are not adjacent, or the index is of another tar.
         """
-        tar, digest = TarFile(file, indexes.get(file.path)), xxhash.xxh3_128()
+        tar, digest = cls.open(file, index), xxhash.xxh3_128()
         if tar.index is not None:
             tar._require_index(tar.index)
             count, places = places_of(tar.index.offsets[:-1].tolist(), block)
