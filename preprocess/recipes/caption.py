@@ -67,7 +67,7 @@ class Caption:
 
     def __call__(self, row: Row) -> Conversation | list[Conversation]:
         """Returns image and prompt as the question, and the caption as the answer."""
-        values = {name: value for name, value in row.values.items() if value is not None}
+        values = row.present
         refuse_row(values)
         made = [self._of(caption, values) for caption in picked(_captions(values), self._options.pick, "the caption")]
         return made if self._options.pick is Pick.EACH else made[0]

@@ -132,11 +132,10 @@ class GroundingRows:
 
     def __call__(self, row: Row) -> Conversation | list[Conversation]:
         """Returns image and question, and the boxes or points as a JSON list."""
-        values = {name: value for name, value in row.values.items() if value is not None}
+        values = row.present
         refuse_row(values)
-        for name in (_POINTS, _BOX, _OBJECTS):
-            if isinstance(text := values.get(name), str):  # CSV
-                values[name] = parse_json(text, name)
+        texts = {name: text for name in (_POINTS, _BOX, _OBJECTS) if isinstance(text := values.get(name), str)}  # CSV
+        values = values.with_values({name: parse_json(text, name) for name, text in texts.items()})
         made = [self._made(values, column, task) for column, task in self._tasks(values)]
         return made if self._options.pick is Pick.EACH else made[0]
 

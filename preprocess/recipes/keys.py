@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vlmdata.preprocess.row import ReadColumns
 from vlmdata.wording import encodable
 
 _NAMES = {"id", "ids", "idx", "index", "uid", "uuid", "guid", "key", "__key__", "__index_level_0__"}  # of the row
@@ -34,11 +35,12 @@ class KeyLog:
         """Records the keys of a mapping that are not in ``used``.
 
         Args:
-            values: The mapping.
+            values: The mapping. What is noted of a row's columns does not count as read: it changes no sample.
             used: Keys that the recipe reads.
             harmless: Harmless keys. Names that end in ``_id`` are harmless too.
             where: Prefix of the keys, such as ``messages[].``.
         """
+        values = values.unrecorded if isinstance(values, ReadColumns) else values
         for key in values.keys() - used:
             if not is_empty(values[key]):
                 known = key in harmless or key.endswith("_id")

@@ -61,7 +61,7 @@ class Text:
 
     def __call__(self, row: Row) -> Document:
         """Returns the row's text and images in order."""
-        values = {name: value for name, value in row.values.items() if value is not None}
+        values = row.present
         refuse_row(values)
         keys = KeyLog()
         weight, column = row_weight(values), _column(values)

@@ -83,7 +83,7 @@ class Vqa:
 
     def __call__(self, row: Row) -> Conversation | list[Conversation]:
         """Returns image and question, and the answer."""
-        values = {name: value for name, value in row.values.items() if value is not None}
+        values = row.present
         refuse_row(values)
         question, answers = _question(values), _answers(values, self._options.pick)
         made = list(self._made(values, question, answers))

@@ -260,7 +260,8 @@ class _FromShards(ShardContext):
     def rows(self, job: ShardJob, records: Sequence[RowRecord]) -> Sequence[RowRecord]:
         """Returns the rows of the shard with the content and files that they had."""
         known = self.shards.old.rows({each.row for each in records})
-        return [replace(each, **known.get(each.row, {"content": None})) for each in records]
+        unknown = {"content": None, "columns": None, "read": None}
+        return [replace(each, **known.get(each.row, unknown)) for each in records]
 
     def files(self, job: ShardJob, outcomes: Sequence[RowOutcome]) -> dict[str, RecordedFile]:
         """Returns the files that the rows of the shard named."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,14 +54,19 @@ class OldShards:
         return {row["path"]: RecordedFile(row["path"], row["bytes"], row["xxh3_128"]) for row in rows}
 
     def rows(self, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
-        """Returns what is recorded of some rows by number: content, files and number in the source."""
+        """Returns what is recorded of some rows by number: content, files what was read, and number in the source."""
         if not numbers or not (self.directory / ROWS_NAME).exists():  # made by select, join or recode, or at a URL
             return {}
         table = pq.read_table(self.directory / ROWS_NAME, filters=[("row", "in", list(numbers))])
         found = {row["row"]: row for row in table.to_pylist()}
-        told = ("content", "source_row")
+        told = ("content", "source_row", "read")
         return {
-            number: {**{name: row[name] for name in told}, "files": row["files"] or []} for number, row in found.items()
+            number: {
+                **{name: row.get(name) for name in told},
+                "columns": json.loads(row.get("columns") or "null"),
+                "files": row["files"] or [],
+            }
+            for number, row in found.items()
         }
 
     def open(self, shard: int) -> OldShard:

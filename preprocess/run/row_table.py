@@ -88,7 +88,10 @@ def read_row_table(store: Store, manifest: Manifest) -> pa.Table:
             with pq.ParquetFile(folder / ROWS_NAME, page_checksum_verification=True) as file:
                 table = file.read()
             of = (table.schema.metadata or {}).get(_OF_INDEX, b"").decode()
-            table = table.cast(SCHEMA)
+            for column in SCHEMA:  # earlier versions did not record all
+                if column.name not in table.column_names:
+                    table = table.append_column(column, pa.nulls(len(table), column.type))
+            table = table.select(SCHEMA.names).cast(SCHEMA)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DatasetFormatError(f"{path}: cannot be read: {error}. {_REMEDY}") from error
     if of != manifest.index_sha256 or table.num_rows != manifest.totals.rows:

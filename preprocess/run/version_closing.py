@@ -53,6 +53,8 @@ from vlmdata.storage.linked import take_tokenizer
 from vlmdata.storage.versions import Version, folder_of, versions_to_json
 from vlmdata.version import __version__
 
+#: What the record of kept rows says of where they are.
+_PLACE = ("row", "file", "file_row")
 _ROW_GROUPS = 1000  # at most, so that the footer of the index stays small
 
 
@@ -113,7 +115,9 @@ def _merged(place: Store, newest: Newest, identity: Mapping[str, Any], records: 
     old = read_row_table(newest.store, newest.manifest)
     # Both ascend by row.
     chosen = old.filter(pc.is_in(old["row"], value_set=kept["row"].combine_chunks()))
-    chosen = chosen.set_column(2, old.schema.field("source_row"), kept["source_row"])
+    for name in ("source_row", "content"):
+        if name in kept.column_names:  # a run of an earlier version may have begun
+            chosen = chosen.set_column(old.schema.get_field_index(name), old.schema.field(name), kept[name])
     taken = np.unique(chosen["shard"].to_numpy())
     shards = range(len(records))
     made = [_shifted(each, len(taken)) for each in rows_of_shards(place, shards)]
@@ -279,7 +283,11 @@ def _by_shard(table: pa.Table) -> Iterator[pa.Table]:
 def _moved(rejections: Sequence[Rejection], kept: pa.Table) -> Iterator[Rejection]:
     """Yields the rejections of kept rows, with the places that the rows have now."""
     numbers = pa.array([each.row for each in rejections], pa.int64())
-    rows = kept.filter(pc.is_in(kept["row"], value_set=numbers)).drop_columns(["source_row"]).to_pylist()
+    rows = (
+        kept.filter(pc.is_in(kept["row"], value_set=numbers))
+        .select([name for name in _PLACE if name in kept.column_names])
+        .to_pylist()
+    )
     places = {each.pop("row"): each for each in rows}
     for each in rejections:
         if (place := places.get(each.row)) is not None:

@@ -1,6 +1,7 @@
 """Plans a version of a finished dataset: which rows of the source it keeps, and which it makes.
 
-A row is known by its content and its image files. A row that is there again keeps its number, its samples and their
+A row is known by its content and its image files; of its content, by the columns that were read of it when its samples
+were made. A row that is there again keeps its number, its samples and their
 places; all others get new numbers, above all that were ever given. So a key always means the same sample.
 """
 
@@ -26,7 +27,7 @@ from vlmdata.format.stored_names import sha256_text
 from vlmdata.preprocess.run.directory import clear_place, read_identity, read_manifest
 from vlmdata.preprocess.shards.job import RUN_FILE
 from vlmdata.preprocess.sources.holdout import SelectedRows
-from vlmdata.preprocess.sources.row_digests import DIGEST_BYTES, Digests, row_digests
+from vlmdata.preprocess.sources.row_digests import DIGEST_BYTES, Columns, Digests, RowDigests, row_digests
 from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store
 from vlmdata.storage.linked import row_numbers
@@ -45,6 +46,8 @@ _OF_ROWS = (
 )
 #: Name of what a run records about the version that it makes.
 _VERSION = "version"
+#: Rows are compared by so many sets of columns at most, by those of most rows. Others are compared by all columns.
+_MOST_COLUMNS = 16
 #: Modules that processes import which read the rows.
 _PRELOADED = ("vlmdata.preprocess.engines.base",)
 
@@ -117,7 +120,7 @@ class VersionPlan:
     info: VersionInfo
     store: Store  # of its files
     source: Source  # the rows to make
-    #: The kept rows, ascending: row and source_row (int64), and if known file (text) and file_row (int64).
+    #: The kept rows, ascending: row and source_row (int64), content, and if known file (text) and file_row (int64).
     kept: pa.Table
 
     def identity(self, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,9 +157,9 @@ def plan_version(
     Returns:
         What to make; None if all rows are as before.
     """
-    found = row_digests(source, workers=workers, preload=_PRELOADED, on_rows=on_rows)
-    known, usable = _known(rows, changed_files)
-    old, new = _matched(known, found, usable)
+    of_columns = _read_columns(rows)
+    found = row_digests(source, list(of_columns), workers=workers, preload=_PRELOADED, on_rows=on_rows)
+    old, new = _same_rows(rows, _unchanged(rows, changed_files), found, of_columns)
     if len(old) == rows.num_rows and len(new) == source.num_rows:
         return None
     numbers = np.fromiter(source.numbers, np.int64, source.num_rows)
@@ -179,7 +182,9 @@ def plan_version(
         rows_sha256=digest,
     )
     made = replace(source, numbers=SelectedRows.of(chosen), first_number=first)
-    columns = {"row": kept_rows, "source_row": kept_numbers}
+    # A row that has gained a column is known by its content of now in the next run.
+    content = [digest.ljust(DIGEST_BYTES, b"\0") for digest in found.content[new[order]].tolist()]
+    columns = {"row": kept_rows, "source_row": kept_numbers, "content": pa.array(content, pa.binary(DIGEST_BYTES))}
     if source.files is not None:
         files, file_rows = source.files.places(kept_numbers)
         names = pa.DictionaryArray.from_arrays(pa.array(files, pa.int32()), pa.array(source.files.names, pa.string()))
@@ -247,17 +252,59 @@ def read_version(store: Store, identity: Mapping[str, Any]) -> tuple[VersionInfo
         ) from error
 
 
-def _known(rows: pa.Table, changed_files: Collection[str]) -> tuple[Digests, npt.NDArray[np.bool_]]:
-    """Returns the hashes of a dataset's rows, and which rows may be kept."""
-    content = rows["content"].combine_chunks()
-    usable = content.is_valid().to_numpy(zero_copy_only=False)
-    known = np.array(content.fill_null(b"\0" * DIGEST_BYTES).to_pylist(), f"S{DIGEST_BYTES}")
+def _read_columns(rows: pa.Table) -> dict[Columns, npt.NDArray[np.int64]]:
+    """Returns the columns that were read of rows of a dataset, most frequent first, with the places of these rows."""
+    encoded = rows["columns"].combine_chunks().dictionary_encode()
+    indices = encoded.indices.fill_null(-1).to_numpy()
+    names = [tuple(json.loads(text)) for text in encoded.dictionary.to_pylist()]
+    frequent = np.argsort(-np.bincount(indices[indices >= 0], minlength=len(names)), kind="stable")[:_MOST_COLUMNS]
+    return {names[at]: np.flatnonzero(indices == at) for at in frequent.tolist()}
+
+
+def _same_rows(
+    rows: pa.Table,
+    usable: npt.NDArray[np.bool_],
+    found: RowDigests,
+    of_columns: Mapping[Columns, npt.NDArray[np.int64]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the positions of rows of a dataset and of its source that give the same samples, int64 (m,) each.
+
+    These are equal rows. Of the others, those that are equal in all columns that were read of the former.
+
+    Args:
+        rows: Those of the dataset.
+        usable: bool (n,): which of them may be kept.
+        found: The hashes of those of the source.
+        of_columns: Columns that were read of rows of the dataset, with their positions.
+    """
+    known = _hashes(rows["content"])
+    old, new = _matched(known, found.content, usable & (known != b""))
+    if len(new) == len(found.content) or not of_columns:
+        return old, new
+    read = _hashes(rows["read"])
+    old_left, new_left = usable.copy(), np.ones(len(found.content), np.bool_)
+    for columns, places in of_columns.items():
+        old_left[old], new_left[new] = False, False
+        ours, theirs = places[old_left[places] & (read[places] != b"")], np.flatnonzero(new_left)
+        pairs = _matched(read[ours], found.read[columns][theirs], np.ones(len(ours), np.bool_))
+        old, new = np.concatenate([old, ours[pairs[0]]]), np.concatenate([new, theirs[pairs[1]]])
+    return old, new
+
+
+def _hashes(column: pa.ChunkedArray) -> Digests:
+    """Returns a column of hashes; empty ones are unknown."""
+    return np.array([digest or b"" for digest in column.to_pylist()], f"S{DIGEST_BYTES}")
+
+
+def _unchanged(rows: pa.Table, changed_files: Collection[str]) -> npt.NDArray[np.bool_]:
+    """Returns of each row whether its files are as they were."""
+    usable = np.ones(rows.num_rows, np.bool_)
     if changed_files:
         files = rows["files"].combine_chunks()
         changed = pa.compute.is_in(files.flatten(), value_set=pa.array(sorted(changed_files), pa.string()))
         of = pa.compute.list_parent_indices(files).to_numpy()
         usable[of[changed.to_numpy(zero_copy_only=False)]] = False
-    return known, usable
+    return usable
 
 
 def _matched(

@@ -42,7 +42,7 @@ from vlmdata.preprocess.shards.kept_columns import kept_values
 from vlmdata.preprocess.shards.read_ahead import rows_of
 from vlmdata.preprocess.shards.rows import ROWS_SUFFIX, RowRecord, write_rows
 from vlmdata.preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
-from vlmdata.preprocess.sources.row_digests import row_digest
+from vlmdata.preprocess.sources.row_digests import row_digests_by
 from vlmdata.preprocess.sources.rows import Source, id_of
 from vlmdata.storage import Store
 
@@ -110,6 +110,7 @@ class RowOutcome:
     rejections: tuple[Rejection, ...]
     files: Mapping[str, RecordedFile] = field(default_factory=dict)  # that it names, by path
     file_bytes: int = 0  # of the image files of its samples
+    columns: tuple[str, ...] | None = None  # that were read; None for all
     unused: Mapping[str, int] = field(default_factory=dict)  # samples by key, as in ShardRecord
     unknown: Mapping[str, int] = field(default_factory=dict)
     turns: Mapping[str, int] = field(default_factory=dict)
@@ -263,10 +264,14 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
 
 def _record_of(number: int, source_row: int, row: Row | RowRejected | None, outcome: RowOutcome) -> RowRecord:
     """Returns the record of a row; ``row`` is None if it was rejected without a try."""
+    columns = outcome.columns
+    content, *read = (None,) if row is None else row_digests_by(row, [] if columns is None else [columns])
     return RowRecord(
         row=number,
         source_row=source_row,
-        content=None if row is None else row_digest(row),
+        content=content,
+        columns=columns,
+        read=read[0] if read else None,
         files=[each.path for each in outcome.files.values()],
         file_bytes=outcome.file_bytes,
         notes={"unused_keys": outcome.unused, "unknown_keys": outcome.unknown, "turns": outcome.turns},
@@ -286,11 +291,15 @@ def _add_row(
     place = context.place(number, source_row, row)
     if isinstance(row, RowRejected):
         return RowOutcome((), (Rejection(number, row.reason, row.message, **place),))
+    row, reads = row.recorded()
+    # Of a key that it does not know, the recipe reports only the name; --strict rejects the row.
+    reads.everything = config.strict
     with context.media.row() as files:
         candidates = context.candidates(row, files)
     if isinstance(candidates, RowRejected):
         message = candidates.message + context.hint(row)
-        return RowOutcome((), (Rejection(number, candidates.reason, message, **place),), files)
+        rejection = Rejection(number, candidates.reason, message, **place)
+        return RowOutcome((), (rejection,), files, columns=reads.columns)
     samples, rejections, file_bytes = list[IndexRow](), list[Rejection](), 0
     unused, unknown, turns = Counter[str](), Counter[str](), Counter[str]()
     items: Items = {}
@@ -316,7 +325,7 @@ def _add_row(
             samples.append(write_sample(outcome, items, number, in_list, shard, writer, kept, values))
             kept = None  # the first sample has it for all
             count_turns(turns, outcome)
-    return RowOutcome(tuple(samples), tuple(rejections), files, file_bytes, unused, unknown, turns)
+    return RowOutcome(tuple(samples), tuple(rejections), files, file_bytes, reads.columns, unused, unknown, turns)
 
 
 def totals_of(info: ShardInfo, rows: Sequence[IndexRow], file_bytes: int = 0) -> Totals:

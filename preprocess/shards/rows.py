@@ -24,6 +24,9 @@ SCHEMA = pa.schema(
         pa.field("row", pa.int64(), nullable=False),  # as in keys, index and ledger
         pa.field("source_row", pa.int64(), nullable=False),  # its number in the source of this version
         pa.field("content", pa.binary(16)),  # xxh3-128 of its content; null if a row ended the process that read it
+        # Names of the columns that were read of it, as JSON, and the xxh3-128 of these; null if all of them were.
+        pa.field("columns", pa.string()),
+        pa.field("read", pa.binary(16)),
         pa.field("files", pa.list_(pa.string())),  # paths of the image files that it names; null if there are none
         pa.field("file_bytes", pa.int64(), nullable=False),  # of the image files of its samples
         pa.field("notes", pa.string()),  # counts by key as JSON; null if there are none
@@ -38,6 +41,8 @@ class RowRecord:
     row: int  # its number in keys, index and ledger
     source_row: int  # its number in the source
     content: bytes | None  # hash of its content; None if unknown
+    columns: Sequence[str] | None  # that were read of it; None if all were, or it is not known
+    read: bytes | None  # hash of these
     files: Sequence[str]  # paths of the image files that it names
     file_bytes: int  # bytes of the image files of its samples
     notes: Mapping[str, Mapping[str, int]]  # counts by key, under the names of :data:`NOTES`
@@ -73,6 +78,8 @@ def _fields(shard: int, row: RowRecord) -> dict[str, Any]:
         "row": row.row,
         "source_row": row.source_row,
         "content": row.content,
+        "columns": None if row.columns is None else json.dumps(row.columns, ensure_ascii=False),
+        "read": row.read,
         "files": sorted(row.files) or None,
         "file_bytes": row.file_bytes,
         "notes": json.dumps(notes, sort_keys=True, ensure_ascii=False) if notes else None,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from vlmdata.workers import WorkersDied, in_workers
 DIGEST_BYTES = 16
 Digests = npt.NDArray[np.bytes_]
 """S16 (n,): a hash for each row."""
+type Columns = tuple[str, ...]
 #: Begins the key of a value that JSON does not have.
 _MARK = "\0"
 _ROWS_PER_JOB = 1024
@@ -35,30 +37,51 @@ _ROWS_PER_JOB = 1024
 _SECONDS_ALONE = 3.0
 
 
+@dataclass(frozen=True, eq=False)
+class RowDigests:
+    """The hashes of the rows of a source, in order."""
+
+    content: Digests  # of all columns
+    read: Mapping[Columns, Digests]  # of some columns; of a row that cannot be read, empty
+
+
 def row_digest(row: Row | RowRejected) -> bytes:
     """Returns the xxh3-128 of a row's content; of a row that cannot be read, of the reason.
 
     Columns without a value count as absent: in some kinds of files, other rows determine whether they are there.
     """
+    return row_digests_by(row, ())[0]
+
+
+def row_digests_by(row: Row | RowRejected, several: Iterable[Columns]) -> list[bytes]:
+    """Returns :func:`row_digest` of a row, followed by the hashes of some of its columns for each of ``several``.
+
+    Each value is read once. Of a row that cannot be read, the latter are empty.
+    """
     if isinstance(row, RowRejected):
-        found: Any = [row.reason.value, row.message]
-    else:
-        found = {name: _as_json(value) for name, value in row.values.items() if value is not None}
-    text = json.dumps(found, sort_keys=True, check_circular=False)
-    return xxhash.xxh3_128_digest(text.encode())
+        return [_digest([row.reason.value, row.message]), *(b"" for _ in several)]
+    found = {name: _as_json(value) for name, value in row.values.items() if value is not None}
+    chosen = ({name: found[name] for name in columns if name in found} for columns in several)
+    return list(map(_digest, [found, *chosen]))
+
+
+def _digest(content: Any) -> bytes:
+    return xxhash.xxh3_128_digest(json.dumps(content, sort_keys=True, check_circular=False).encode())
 
 
 def row_digests(
     source: Source,
+    several: Sequence[Columns] = (),
     *,
     workers: int = 1,
     preload: Sequence[str] = (),
     on_rows: Callable[[int], None] = lambda rows: None,
-) -> Digests:
+) -> RowDigests:
     """Returns the hashes of all rows of a source, in order. Reads all rows, but decodes nothing.
 
     Args:
         source: The source.
+        several: Columns of which hashes are wanted besides those of all columns.
         workers: Number of processes; the result does not depend on it.
         preload: Modules that these import before they are forked.
         on_rows: Called occasionally with the number of rows read so far.
@@ -66,24 +89,27 @@ def row_digests(
     Raises:
         ResourceError: If processes die over the rows.
     """
-    found, done = np.zeros(source.num_rows, f"S{DIGEST_BYTES}"), 0
+    found, done = np.zeros((source.num_rows, 1 + len(several)), f"S{DIGEST_BYTES}"), 0
     jobs = [range(start, min(start + _ROWS_PER_JOB, len(found))) for start in range(0, len(found), _ROWS_PER_JOB)]
-    with closing(_parts(source, jobs, workers, preload)) as parts:
+    with closing(_parts(partial(_prepare, source, several), jobs, workers, preload)) as parts:
         for start, part in parts:
             found[start : start + len(part)] = part
             on_rows(done := done + len(part))
-    return found
+    return RowDigests(found[:, 0], {columns: found[:, at] for at, columns in enumerate(several, start=1)})
+
+
+type _Job = Callable[[range], tuple[int, list[list[bytes]]]]
 
 
 def _parts(
-    source: Source, jobs: list[range], workers: int, preload: Sequence[str]
-) -> Generator[tuple[int, list[bytes]]]:
+    prepare: Callable[[], _Job], jobs: list[range], workers: int, preload: Sequence[str]
+) -> Generator[tuple[int, list[list[bytes]]]]:
     """Yields the hashes of jobs, each with its first row."""
-    begun, do_job = time.monotonic(), _prepare(source)
+    begun, do_job = time.monotonic(), prepare()
     for i, job in enumerate(jobs):
         if workers > 1 and time.monotonic() - begun > _SECONDS_ALONE:
             try:
-                yield from in_workers(partial(_prepare, source), jobs[i:], workers, preload)
+                yield from in_workers(prepare, jobs[i:], workers, preload)
             except WorkersDied as error:
                 raise ResourceError(
                     f"{error.deaths} worker processes died in succession while reading rows {error.job.start} to "
@@ -93,9 +119,10 @@ def _parts(
         yield do_job(job)
 
 
-def _prepare(source: Source) -> Callable[[range], tuple[int, list[bytes]]]:
-    def do_job(job: range) -> tuple[int, list[bytes]]:
-        return job.start, [row_digest(_read(source, number)) for number in source.numbers[job.start : job.stop]]
+def _prepare(source: Source, several: Sequence[Columns]) -> _Job:
+    def do_job(job: range) -> tuple[int, list[list[bytes]]]:
+        numbers = source.numbers[job.start : job.stop]
+        return job.start, [row_digests_by(_read(source, number), several) for number in numbers]
 
     return do_job
 

@@ -74,7 +74,7 @@ class Chat:
 
     def __call__(self, row: Row) -> Conversation:
         """Returns the row's turns, with each image and video in its place."""
-        values = {name: value for name, value in row.values.items() if value is not None}
+        values = row.present
         refuse_row(values, reads_videos=True)
         form = read_form(values)
         _require_no_continued_turn(form.turns)

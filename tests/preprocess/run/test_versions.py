@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from vlmdata.preprocess.run import next_version
 from vlmdata.preprocess.run.dataset import RunResult, Watcher
 from vlmdata.preprocess.run.versions import _matched
 from vlmdata.preprocess.sources.open import open_source
-from vlmdata.preprocess.sources.row_digests import row_digest, row_digests
+from vlmdata.preprocess.sources.row_digests import row_digest, row_digests, row_digests_by
 from vlmdata.verify.dataset import verify_dataset
 
 
@@ -236,9 +237,9 @@ class TestDigests:
     def test_do_not_depend_on_workers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("vlmdata.preprocess.sources.row_digests._ROWS_PER_JOB", 2)
         source = open_source(str(write_jsonl(tmp_path / "a.jsonl", [row(str(n)) for n in range(5)])))
-        alone = row_digests(source)
+        alone = row_digests(source).content
         monkeypatch.setattr("vlmdata.preprocess.sources.row_digests._SECONDS_ALONE", 0)
-        assert np.array_equal(row_digests(source, workers=2), alone)
+        assert np.array_equal(row_digests(source, workers=2).content, alone)
         assert len(set(alone.tolist())) == 5
 
 
@@ -267,3 +268,84 @@ def test_kept_columns_of_the_source_follow_the_rows(team: Team) -> None:
     assert table["source.n"].to_pylist() == [2.0, 3.0, 5.0, 6.0, 7.0, 0.5]
     assert table["source.lang"].to_pylist() == [None] * 5 + ["de"]
     assert verify_dataset(Path(team.version().name)).faults == []
+
+
+class TestAddedColumns:
+    """A row is known by the columns that were read of it."""
+
+    def test_an_unused_column_makes_nothing(self, team: Team) -> None:
+        before = tree_bytes(team.out)
+        result = team.run([{**each, "week": 1} for each in team.rows])
+        assert (result.version, result.made) == (None, 0)
+        assert tree_bytes(team.out) == before
+
+    def test_new_rows_have_it(self, team: Team) -> None:
+        grown = [{**each, "week": 1} for each in team.rows]
+        result = team.run([*grown[1:], {**row("new"), "week": 2}])
+        assert result.version is not None
+        assert result.version.changes == {"kept": 7, "made": 1, "removed": 1}
+        assert verify_dataset(Path(team.version().name)).faults == []
+        # Rows are known by their content of now: another column is added, and a row has another value in an unused one.
+        again = [{**each, "place": "x"} for each in team.rows]
+        assert team.run([{**again[0], "week": 5}, *again[1:]]).version is None
+
+    @pytest.mark.parametrize("column", ["system", "loss_weight", "tools", "image"])
+    def test_a_column_that_the_recipe_would_have_read_makes_the_row_again(self, team: Team, column: str) -> None:
+        values = {"system": "Be brief.", "loss_weight": 0.5, "tools": [{"type": "function"}], "image": "5.png"}
+        result = team.run([{**team.rows[0], column: values[column]}, *team.rows[1:]])
+        assert result.version is not None
+        assert result.version.changes == {"kept": 7, "made": 1, "removed": 1}
+
+    @pytest.mark.parametrize(
+        ("options", "kept"), [({"strict": True}, 0), ({"keep_columns": ("week",)}, 0), ({"variants": 2}, 0), ({}, 7)]
+    )
+    def test_options_that_read_it_make_all_rows_again(self, team: Team, options: dict[str, Any], kept: int) -> None:
+        rows = [each for each in team.rows if each is not REJECTED]
+        team.run(rows, config=options, overwrite=True)
+        grown = [*({**each, "week": 1, "id": n} for n, each in enumerate(rows)), row("new")]
+        if kept:
+            assert team.run(grown, config=options).version.changes["kept"] == kept  # type: ignore[union-attr]
+        else:
+            with pytest.raises(ConfigMismatchError, match="None of its 7 rows is in the source"):
+                team.run(grown, config=options)
+
+    def test_rows_of_earlier_datasets_are_known_by_all_columns(self, team: Team) -> None:
+        table = pq.read_table(team.out / "rows.parquet")
+        pq.write_table(table.drop_columns(["columns", "read"]), team.out / "rows.parquet")
+        rows = team.rows
+        with pytest.raises(ConfigMismatchError, match="None of its 8 rows is in the source"):
+            team.run([{**each, "week": 1} for each in rows])
+        assert team.run([*rows, row("new")]).version.changes["kept"] == 8  # type: ignore[union-attr]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2)), st.data())
+def test_rows_that_are_equal_in_what_was_read_give_the_same(values: dict[str, int], data: st.DataObject) -> None:
+    """Whatever a recipe does with its columns: a row that differs in others alone cannot be told from the first."""
+    steps = data.draw(st.lists(st.tuples(st.sampled_from("gcnulek"), st.sampled_from("abcdef")), max_size=5))
+
+    def recipe(row: Row) -> list[Any]:
+        columns, found = row.values, list[Any]()
+        for what, name in steps:
+            looks: dict[str, Callable[[], Any]] = {
+                "g": lambda name=name: columns.get(name),
+                "c": lambda name=name: name in columns,
+                "n": lambda name=name: name in row.present,
+                "u": lambda name=name: columns.get(name) and columns.get(chr(ord(name) + 1)),  # depends on what it read
+                "l": lambda: len(columns),
+                "e": lambda: columns == {"a": 1},
+                "k": lambda name=name: sorted(columns.keys() & {name, "a"}),
+            }
+            found.append(looks[what]())
+        return found
+
+    read, reads = Row(0, values).recorded()
+    made = recipe(read)
+    other = data.draw(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2)))
+    if reads.columns is None:
+        chosen = other == values
+    else:
+        ours, theirs = (row_digests_by(Row(0, each), [reads.columns])[1] for each in (values, other))
+        chosen = ours == theirs
+    if chosen:
+        assert recipe(Row(0, other).recorded()[0]) == made
