@@ -8,6 +8,9 @@ import resource
 import sys
 from contextlib import suppress
 
+#: Open files that macOS grants to each process (``OPEN_MAX``).
+_FILES_OF_A_MAC = 10240
+
 
 def available_cores() -> int:
     """Returns the number of cores that this process may use (a container's share, if the system reports it)."""
@@ -22,14 +25,16 @@ def open_file_limit() -> int:
 
 def raise_open_file_limit() -> None:
     """Lets this process, and those that it starts, open as many files as the system allows it to ask for."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # some systems name a limit that they do not grant
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in (most, max(now, _FILES_OF_A_MAC)):  # a Mac names no limit, and does not grant it
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+            break
 
 
 def free_descriptors() -> int | None:
     """Returns how many more files this process can open; None if the system does not tell."""
     try:
-        return open_file_limit() - len(os.listdir("/proc/self/fd"))
+        return open_file_limit() - len(os.listdir("/dev/fd"))
     except OSError as error:
         return 0 if error.errno in (errno.EMFILE, errno.ENFILE) else None

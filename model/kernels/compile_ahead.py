@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
+from vlmdata.machine import available_cores
 from vlmdata.model.kernels.ahead import hash_triton
 from vlmdata.model.kernels.configurations import HOPPER, autotuners, choose_configurations
 from vlmdata.model.kernels.hollow import import_flash_linear_attention
@@ -225,7 +226,7 @@ def main() -> None:
     calls = collect(lambda: run_all_configurations(lambda: kernels.run("meta")))
     print(json.dumps({"kernels": len(calls)}), flush=True)
     hashing.join()  # so that no fork does it again
-    failed = compile_in_forks(calls, len(os.sched_getaffinity(0)))
+    failed = compile_in_forks(calls, available_cores())
     sys.exit(1 if failed else 0)
 
 

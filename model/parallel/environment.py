@@ -10,13 +10,17 @@ import importlib
 import importlib.util
 import logging
 import os
+import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 from typing import Any
 
 from vlmdata.errors import ResourceError, VlmdataError
 from vlmdata.model.kernels.flash_cache import flash_attention_4_is_installed, keep_compiled
+
+_PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
 
 
 def before_megatron(launch_order: bool = True, compiled: bool = True, open_cuda: bool = False) -> None:
@@ -48,6 +52,7 @@ def before_megatron(launch_order: bool = True, compiled: bool = True, open_cuda:
     for module in ("megatron", "transformer_engine", "torch.distributed.checkpoint", "vlmdata.model.parallel.cpu_mode"):
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=SyntaxWarning)
+    _need_no_triton()
     import torch
 
     if not (compiled and torch.cuda.is_available()):
@@ -126,6 +131,18 @@ def _open_cuda() -> None:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), int(os.environ.get("LOCAL_RANK", "0"))):
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _need_no_triton() -> None:
+    """Puts empty kernels in place of the one module of megatron-core that cannot be imported without Triton.
+
+    It moves activations of experts out of GPU memory. A Mac has no Triton, and nothing of CUDA.
+    """
+    if importlib.util.find_spec("triton") is None:
+        empty: Any = types.ModuleType(_PAGED_STASH)
+        empty.GLOBAL_BLOCK_SIZE = 1024
+        empty.paged_stash_copy_kernel = empty.paged_stash_pop_kernel = None
+        sys.modules.setdefault(_PAGED_STASH, empty)
 
 
 def _import_uncompiled() -> None:

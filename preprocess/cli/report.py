@@ -175,7 +175,7 @@ class Report:
         if (version := self.result.version) is not None:
             rows = ", ".join(f"{count:,} {what}" for what, count in version.changes.items())
             lines.append(f"version {version.number}: rows {rows}. Version {version.number - 1} stays as it was.")
-        elif not (self.result.made or self.result.repaired):
+        elif not (self.result.made or self.result.repaired or self.result.closed):
             lines.append(f"no row has changed since version {self.manifest.version.get('number', 1)}: nothing to do")
         if self.result.repaired:
             lines.append(f"recreated and equal to the manifest: {', '.join(self.result.repaired)}")

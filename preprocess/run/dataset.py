@@ -91,7 +91,7 @@ def preprocess_dataset(
         (ShardPlan.read(store) or run.plan).write(store)
         records, made = run.make(run.jobs, watcher, lock)
         manifest = close_dataset(store, lock, run.identity, records, run.tokenizer)
-        return RunResult(manifest, made=made, kept=len(records) - made)
+        return RunResult(manifest, made=made, kept=len(records) - made, closed=True)
 
 
 def preprocess_part(

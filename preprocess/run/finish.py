@@ -72,7 +72,7 @@ def finish_dataset(out: Store | str | PathLike[str]) -> RunResult | Missing:
             tokenizer = _tokenizer(store, identity)
             lock.check()
             manifest = close_dataset(store, lock, identity, made, tokenizer, plan.parts)
-            return RunResult(manifest, made=0, kept=len(made))
+            return RunResult(manifest, made=0, kept=len(made), closed=True)
 
 
 def _finish_version(store: Store, newest: Newest) -> RunResult | Missing:

@@ -60,6 +60,7 @@ class RunResult:
     repaired: tuple[str, ...] = ()
     folder: str = ""  # of the files of the version in the dataset; empty for the first
     version: VersionInfo | None = None  # the version that this run made, if any
+    closed: bool = False  # whether this run completed the dataset, perhaps of shards that others made
 
 
 @dataclass(frozen=True)

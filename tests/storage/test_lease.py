@@ -80,6 +80,16 @@ def test_one_of_another_machine_that_is_renewed_no_more_is_taken_over(store: Sto
         lock.check()
 
 
+def test_without_proc_one_of_this_machine_is_waited_for_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Mac, where nothing tells whether its process ended."""
+    monkeypatch.setattr(lease, "_text", lambda path: "")
+    monkeypatch.setattr("os.path.exists", lambda path: False)
+    ended = lease._this_process() | {"pid": 2**22 + 1}
+    store.put(f"{LOCK}/7", json.dumps({**ended, "renewals": 3}).encode())
+    with store.lock(LOCK):
+        assert locks(store) == ["8"]
+
+
 def test_a_run_that_was_taken_over_gives_up(store: Store) -> None:
     with store.lock(LOCK) as lock:
         store.put(f"{LOCK}/2", b"{}")

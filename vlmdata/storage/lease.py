@@ -117,7 +117,8 @@ class StoreLease:
         first = self._read(number)
         holder = f"process {first.get('pid')} on {first.get('host')}"
         here = _this_process()
-        if first and all(first.get(name) == here[name] for name in ("host", "boot", "namespace")):
+        # Without /proc, nothing tells whether a process with this number is still the same one.
+        if first and here["started"] and all(first.get(name) == here[name] for name in ("host", "boot", "namespace")):
             if first.get("started") == _started(int(first["pid"])):
                 raise LockedError(holder)
             return

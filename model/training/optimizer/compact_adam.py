@@ -79,8 +79,9 @@ def host_memory(count: int, dtype: torch.dtype, page_locked: bool) -> Tensor:
     allocator would round each tensor up to a power of two: so moments share one allocation.
     """
     block = _HostBlock(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_DONTFORK)
-    with contextlib.suppress(OSError):  # a kernel may have none
+    if hasattr(mmap, "MADV_DONTFORK"):  # Linux's; elsewhere, forked workers merely count the pages as theirs, too
+        block.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(AttributeError, OSError):  # a kernel may have none
         block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     memory = torch.frombuffer(block, dtype=dtype, count=count)
     if page_locked:

@@ -35,7 +35,8 @@ def mapped(file: int, size: int, *, writable: bool) -> ctypes.Array[ctypes.c_uin
 
 def remove_pages(memory: ctypes.Array[ctypes.c_uint8]) -> None:
     """Frees the pages of mapped memory, also where another process maps them. Does nothing if the system cannot."""
-    _c_library().madvise(ctypes.addressof(memory), len(memory), mmap.MADV_REMOVE)
+    if hasattr(mmap, "MADV_REMOVE"):
+        _c_library().madvise(ctypes.addressof(memory), len(memory), mmap.MADV_REMOVE)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ def test_forked_processes_do_not_have_host_memory() -> None:
     child.join()
     own += 1
     assert own.float().sum() == 2**20
+
+
+def test_host_memory_takes_no_advice_that_only_linux_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        monkeypatch.delattr(mmap, advice, raising=False)
+    assert not host_memory(8, torch.float32, page_locked=False).any()
 
 
 @pytest.mark.slow
