@@ -20,6 +20,7 @@ from vlmdata.preprocess.media_config import (
     MediaConfig,
     VideoConfig,
     VideoLayout,
+    VideoPositions,
     VideoSampler,
     data_option,
     image_option,
@@ -41,6 +42,7 @@ __all__ = [
     "VariantKind",
     "VideoConfig",
     "VideoLayout",
+    "VideoPositions",
     "VideoSampler",
     "data_option",
     "run_option",
@@ -348,7 +350,7 @@ class PreprocessConfig:
         words |= {"overlong": Overlong, "special_text": SpecialText}
         given |= {name: kind(given[name]) for name, kind in words.items() if name in given}
         image, media, video = (dict(given.pop(name, None) or {}) for name in ("image", "media", "video"))
-        kinds = {"damaged": DamagedVideos, "sampler": VideoSampler, "layout": VideoLayout}
+        kinds = {"damaged": DamagedVideos, "sampler": VideoSampler, "layout": VideoLayout, "positions": VideoPositions}
         video |= {name: kind(video[name]) for name, kind in kinds.items() if name in video}
         given["keep_columns"] = tuple(given.get("keep_columns", ()))
         if "variant_kinds" in given:
@@ -358,6 +360,8 @@ class PreprocessConfig:
         for registry, values in named:  # the dataset names them, not the user
             if (name := values.get(_FIELDS[registry.kind])) is not None:
                 registry.named(str(name))
+        if video and (rules := FAMILIES.find(given.get("family", DEFAULT_FAMILY)).video) and rules.tokens_per_second:
+            video.setdefault("positions", VideoPositions.WHOLE_SECONDS)  # not recorded
         return cls(image=ImageConfig(**image), media=MediaConfig(**media), video=VideoConfig(**video), **given)
 
 

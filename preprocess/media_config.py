@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from vlmdata.errors import UsageError
@@ -102,6 +102,13 @@ class VideoLayout(StrEnum):
     VLLM = "vllm"
 
 
+class VideoPositions(StrEnum):
+    """What counts of the seconds by which positions of videos are spaced."""
+
+    WHOLE_SECONDS = "whole-seconds"
+    FRACTIONS = "fractions"
+
+
 @dataclass(frozen=True)
 class VideoConfig:
     """Sampling and geometry of videos. None are the family's defaults, those of transformers' video processors."""
@@ -149,7 +156,7 @@ class VideoConfig:
         ),
     ] = None
     cap_pixels_per_frame: Annotated[
-        bool, video_option("Limit the pixels of each frame too, as transformers does from version 5.22 on.")
+        bool, video_option("Limit the pixels of each frame too, as processors with that setting do.")
     ] = False
     sampler: Annotated[
         VideoSampler,
@@ -167,6 +174,14 @@ class VideoConfig:
             name="video_layout",
         ),
     ] = VideoLayout.TRANSFORMERS
+    positions: Annotated[
+        VideoPositions | None,
+        video_option(
+            "Seconds between the positions of videos, in qwen2_5_vl: whole seconds alone, or fractions too.",
+            name="video_positions",
+            shown_default="that of the installed transformers",
+        ),
+    ] = None
     damaged: Annotated[
         DamagedVideos,
         video_option(
@@ -200,13 +215,16 @@ class VideoConfig:
         Raises:
             UsageError: If they contradict each other, or have no effect in the family.
         """
-        defaults = self.rules(family).defaults
+        rules = self.rules(family)
+        defaults = rules.defaults
         if self.sampler is not VideoSampler.TRANSFORMERS and self.cap_pixels_per_frame:
             raise UsageError(f"--cap-pixels-per-frame has no effect with --video-sampler {self.sampler}; drop it")
         if self.layout is VideoLayout.VLLM and not family.expansion(VIDEO).caption:
             raise UsageError(
                 f"--video-layout {self.layout} has no effect: the family {family.name} tells no times; drop it"
             )
+        if self.positions is not None and not rules.tokens_per_second:
+            raise UsageError(f"--video-positions {self.positions} has no effect in the family {family.name}; drop it")
         names = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         made = dataclasses.replace(defaults, cap_pixels_per_frame=self.cap_pixels_per_frame, **given)
@@ -215,6 +233,16 @@ class VideoConfig:
             if least > most:
                 raise UsageError(f"video_min_{name} is {least}, more than video_max_{name} {most}. Set both.")
         return made
+
+    def counts_fractions(self, family: Family) -> bool:
+        """Whether the positions of a family's videos count fractions of a second.
+
+        Raises:
+            UsageError: If that is left to the installed transformers, which cannot be asked.
+        """
+        if family.video is None or not family.video.tokens_per_second:
+            return False
+        return (self.positions or positions_of_transformers()) is VideoPositions.FRACTIONS
 
     def codec(self, images: ItemCodec) -> ItemCodec:
         """Returns what stores the videos of a run.
@@ -243,7 +271,9 @@ class VideoConfig:
                 )
             return None
         made = dataclasses.asdict(self.settings(family)) | {"pixels": self.codec(images).name}
+        positions = VideoPositions.FRACTIONS if self.counts_fractions(family) else VideoPositions.WHOLE_SECONDS
         options = {name: made.get(name, given) for name, given in dataclasses.asdict(self).items()}
+        options["positions"] = positions
         return {name: value for name, value in options.items() if name not in _LATER or value != _LATER[name]}
 
     def limits(self, max_source_pixels: int) -> VideoLimits:
@@ -256,7 +286,36 @@ class VideoConfig:
 
 
 #: Options of videos that earlier versions did not have, with their defaults, which are not recorded.
-_LATER: Mapping[str, Any] = {"sampler": VideoSampler.TRANSFORMERS, "layout": VideoLayout.TRANSFORMERS}
+_LATER: Mapping[str, Any] = {
+    "sampler": VideoSampler.TRANSFORMERS,
+    "layout": VideoLayout.TRANSFORMERS,
+    "positions": VideoPositions.WHOLE_SECONDS,
+}
+
+
+@cache
+def positions_of_transformers() -> VideoPositions:
+    """Returns what counts in the installed transformers: the positions of two patches of half a second tell it.
+
+    Raises:
+        UsageError: If its model is another one than vlmdata knows.
+    """
+    try:
+        import torch
+        from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
+
+        model: Any = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+        torch.nn.Module.__init__(model)
+        model.config = Qwen2_5_VLConfig(vision_config={"tokens_per_second": 2, "spatial_merge_size": 2})
+        ids, grid = torch.tensor([[1, 2, 2]]), torch.tensor([[2, 2, 2]])
+        kinds, seconds = torch.tensor([[0, 2, 2]]), torch.tensor([0.5])
+        first, second = model.get_rope_index(ids, kinds, None, grid, second_per_grid_ts=seconds)[0][0, 0, 1:].tolist()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"the installed transformers does not tell how it spaces the positions of videos ({error}); give "
+            "--video-positions"
+        ) from error
+    return VideoPositions.FRACTIONS if second > first else VideoPositions.WHOLE_SECONDS
 
 
 def video_codec_beside(images: ItemCodec) -> str:

@@ -41,7 +41,7 @@ class SampleItem:
     whole: bool = True  # whether it shows all of the image
     kind: str = IMAGE  # kind of the item
     copies: int = 1  # temporal copies of each patch that are stored
-    step: int = 1  # of the first axis of positions, from one temporal patch of a block to the next
+    step: float = 1  # of the first axis of positions, from one temporal patch of a block to the next
     stored: EncodedItem | None = None  # its bytes in a dataset that they are taken from; ``patches`` may be empty then
     stored_file_bytes: int = 0  # bytes of the file, of an item that is taken from a dataset
 
@@ -172,9 +172,11 @@ def finish_sample(
     if items or np.isin(tokens.ids, info.all_placeholders).any():
         blocks = blocks_of(items, family, info)
         starts = blocks.locate(tokens.ids)
-        grids, steps, firsts = blocks.grids, blocks.steps, blocks.firsts
+        grids, firsts = blocks.grids, blocks.firsts
+        steps: npt.NDArray[np.number] | None = blocks.steps
     else:  # text alone, as in most chats
-        starts = steps = firsts = np.zeros(0, np.int64)
+        starts = firsts = np.zeros(0, np.int64)
+        steps = None
         grids = np.zeros((0, 3), np.int64)
     padded = -(-length // config.pad_multiple) * config.pad_multiple
     input_ids = np.full(padded, info.pad, dtype=np.int32)

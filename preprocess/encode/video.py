@@ -151,7 +151,7 @@ def encode_video(plan: VideoPlan, config: PreprocessConfig) -> SampleItem:
         data if isinstance(data, bytes) else b"".join(data),
         kind=VIDEO,
         copies=patches.shape.copies,
-        step=family.video.temporal_step(plan.seconds_per_patch),
+        step=family.video.temporal_step(plan.seconds_per_patch, config.video.counts_fractions(family)),
     )
 
 

@@ -107,7 +107,7 @@ class OldShard:
     """Reads the samples of one shard by their source row; every byte is checked."""
 
     def __init__(self, old: OldShards, number: int):
-        self._family = old.manifest.model_family
+        self._family, self._fractions = old.manifest.model_family, old.manifest.counts_fractions
         self._reader = SampleReader(number, old.manifest, old.shards)
         index = DatasetIndex.read(old.directory / INDEX_NAME, shard=number)
         self._rows: dict[int, list[IndexRow]] = defaultdict(list)
@@ -143,10 +143,10 @@ class OldShard:
             if place.codec == RAW
             else np.broadcast_to(np.uint8(0), rows)  # not decoded, and not read
         )
-        step = 1
+        step: float = 1
         if shape.kind == VIDEO:
             assert family.video is not None
-            step = family.video.temporal_step(float(origin["seconds_per_patch"]))
+            step = family.video.temporal_step(float(origin["seconds_per_patch"]), self._fractions)
         _, height, width = shape.grid
         return SampleItem(
             patches,

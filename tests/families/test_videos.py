@@ -20,6 +20,7 @@ from vlmdata.families.chat import IMAGE, VIDEO
 from vlmdata.families.positions import locate_blocks
 from vlmdata.families.video import VideoFramesError, VideoSettings, patch_seconds, seconds_per_patch
 from vlmdata.media.video.patches import VideoPatches
+from vlmdata.preprocess.config import VideoConfig
 
 FAMILIES = ("qwen3_5", "qwen3_vl", "qwen2_5_vl")
 
@@ -224,7 +225,8 @@ def test_positions_with_images_and_videos_are_those_of_the_models(
         grids[kind].append(grid)
         seconds += [time] * (kind == VIDEO)
         shapes.append((kind, grid))
-        steps.append(made.video.temporal_step(time) if kind == VIDEO else 1)
+        fractions = VideoConfig().counts_fractions(made)
+        steps.append(made.video.temporal_step(time, fractions) if kind == VIDEO else 1)
         for block in made.expansion(kind).blocks(grid):
             ids += [IMAGE_PAD if kind == IMAGE else VIDEO_PAD] * (block[0] * rows * columns) + [TEXT] * between
     input_ids = np.array(ids, np.int64)
@@ -240,6 +242,28 @@ def test_positions_with_images_and_videos_are_those_of_the_models(
         name, torch.from_numpy(input_ids)[None], types, tensors[IMAGE], tensors[VIDEO], torch.tensor(seconds)
     )
     assert torch.equal(torch.from_numpy(found).long(), expected[:, 0])
+
+
+@given(count=st.integers(1, 800), start=st.integers(0, 5), seconds=st.floats(0.0625, 60, width=32))
+def test_both_rules_of_seconds_are_those_of_torch(count: int, start: int, seconds: float) -> None:
+    """As ``get_vision_position_ids`` computes them in the one version, and in the other."""
+    rules, times = family("qwen2_5_vl"), torch.arange(count)
+    starts, grid = np.array([start]), np.array([[count, 2, 2]])
+    expected = {False: times * (2 * int(torch.tensor(seconds))), True: (times * (2 * torch.tensor(seconds))).long()}
+    for fractions, wanted in expected.items():
+        steps = np.array([rules.video.temporal_step(seconds, fractions)])
+        positions = rules.position_ids(start + count, starts, grid, steps)[0, start:]
+        assert (positions - start).tolist() == wanted.tolist()
+
+
+def test_half_seconds_count_where_fractions_do() -> None:
+    rules = family("qwen2_5_vl")
+    found = [
+        rules.position_ids(6, np.array([0]), np.array([[6, 2, 2]]), np.array([rules.video.temporal_step(0.5, each)]))[0]
+        for each in (False, True)
+    ]
+    assert [each.tolist() for each in found] == [[0] * 6, [0, 1, 2, 3, 4, 5]]
+    assert family("qwen3_5").video.temporal_step(0.5, True) == 1
 
 
 def test_a_block_of_the_wrong_kind_is_refused() -> None:

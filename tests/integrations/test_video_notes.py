@@ -6,9 +6,11 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,13 +69,25 @@ def test_a_processor_that_limits_each_frame_is_named(manifest: Manifest, tmp_pat
     assert video_notes([("data", manifest)], str(tmp_path / "none")) == []
 
 
-def test_from_5_22_on_each_processor_limits_each_frame(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then they have no such argument any more."""
-    made = processor()
-    assert not served(made)["cap_pixels_per_frame"]
-    monkeypatch.setattr("transformers.__version__", "5.22.0.dev0")
-    assert served(made)["cap_pixels_per_frame"]
-    assert "cap_pixels_per_frame on" in processor_notes("data", manifest, made)[0]
+@pytest.mark.parametrize("name", ["Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor"])
+def test_processors_without_the_setting_tell_by_the_sizes_they_give(
+    name: str, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier ones never limit a frame; of later ones, transformers announced that they always do."""
+    kind = getattr(transformers, name)
+    monkeypatch.delattr(kind, "cap_pixels_per_frame", raising=False)
+    resize = kind.resize
+    for always in (False, True):
+        monkeypatch.setattr(
+            kind, "resize", lambda *args, always=always, **kw: resize(*args, **kw | {"cap_pixels_per_frame": always})
+        )
+        assert served(kind())["cap_pixels_per_frame"] is always
+        assert ("cap_pixels_per_frame off" in " ".join(processor_notes("data", manifest, kind()))) is always
+
+
+def test_what_has_no_such_sizes_limits_no_frame() -> None:
+    assert not served(SimpleNamespace())["cap_pixels_per_frame"]
+    assert not served(SimpleNamespace(size={"height": 448, "width": 448}))["cap_pixels_per_frame"]
 
 
 @given(

@@ -44,10 +44,11 @@ def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return open_dataset(folder / "out")
 
 
-def findings(dataset: VlmDataset, sample: Sample, steps: tuple[int, ...] | None = None) -> list[tuple[str, str]]:
+def findings(dataset: VlmDataset, sample: Sample, steps: tuple[float, ...] | None = None) -> list[tuple[str, str]]:
     row = dataset.index.row(0)
-    steps = steps_of(dataset.metadata(0), row, dataset.family) if steps is None else steps
-    return audit_sample(sample, row, SampleRules.of(dataset.manifest), (), steps)
+    rules = SampleRules.of(dataset.manifest)
+    steps = steps_of(dataset.metadata(0), row, rules.family, rules.fractions) if steps is None else steps
+    return audit_sample(sample, row, rules, (), steps)
 
 
 def with_ids(sample: Sample, change: Callable[[np.ndarray], None]) -> Sample:

@@ -307,7 +307,7 @@ class Family:
         length: int,
         starts: npt.NDArray[np.integer],
         grids: npt.NDArray[np.integer],
-        steps: npt.NDArray[np.integer] | None = None,
+        steps: npt.NDArray[np.number] | None = None,
     ) -> npt.NDArray[np.int32]:
         """Computes the positions of a sequence with items at known places.
 

@@ -24,7 +24,7 @@ class Blocks:
         counts: int64 (B,), tokens of each block.
         tokens: int64 (B,), id of the placeholder of each block.
         ids: int64 (sum of ``counts``,), the tokens of all blocks, one after another.
-        steps: int64 (B,), step of the first axis of positions within each block.
+        steps: (B,), step of the first axis of positions within each block: int64, or float64 if one is a float.
         firsts: int64 (N,), number of the first block of each item.
         placeholders: Ids of the placeholders of all kinds, and of the tokens between them.
     """
@@ -33,7 +33,7 @@ class Blocks:
     counts: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
-    steps: npt.NDArray[np.int64]
+    steps: npt.NDArray[np.number]
     firsts: npt.NDArray[np.int64]
     placeholders: tuple[int, ...]
 
@@ -43,7 +43,7 @@ class Blocks:
         family: Family,
         items: Sequence[tuple[str, Grid]],
         tokens: Mapping[str, tuple[int, ...]],
-        steps: Sequence[int] | None = None,
+        steps: Sequence[float] | None = None,
     ) -> Blocks:
         """Returns the blocks of items.
 
@@ -69,7 +69,7 @@ class Blocks:
                 for kind, (t, h, w), count in zip(kinds, grids.tolist(), counts.tolist(), strict=True)
             ]
             ids = np.concatenate([ids[:0], *of_blocks])
-        each_step = np.ones(len(items), np.int64) if steps is None else np.array(steps, np.int64)
+        each_step = np.ones(len(items), np.int64) if steps is None else np.array(steps)
         return cls(
             grids=grids,
             counts=counts,

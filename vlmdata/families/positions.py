@@ -63,20 +63,20 @@ def mrope_position_ids(
     starts: npt.NDArray[np.integer],
     grids: npt.NDArray[np.integer],
     merge_size: int,
-    steps: npt.NDArray[np.integer] | None = None,
+    steps: npt.NDArray[np.number] | None = None,
 ) -> npt.NDArray[np.int32]:
     """Computes the positions of a sequence with blocks of placeholders at known places.
 
     Text advances t, h and w together by one. A block that starts at position p, such as an image, has t = p,
     h = p + row and w = p + column over its merged grid; text continues at p + max(rows, columns). A grid with t > 1 is
-    t consecutive temporal patches within one block (t = p + step x patch).
+    t consecutive temporal patches within one block (t = p + step x patch, whose fraction is dropped).
 
     Args:
         length: Tokens in the sequence.
         starts: (N,) index of each block's first token, ascending.
         grids: (N, 3), patches along t, h, w; h and w are multiples of ``merge_size``.
         merge_size: Patches per side that merge into one token.
-        steps: (N,) step of t of each block; None is 1.
+        steps: (N,) step of t of each block; None is 1. Fractions are multiplied in float32, as in the models.
 
     Returns:
         int32 (3, length).
@@ -92,7 +92,9 @@ def mrope_position_ids(
         rows, columns = height // merge_size, width // merge_size
         cursor = start + frames * rows * columns
         block = positions[:, start:cursor].reshape(3, frames, rows, columns)
-        block[0] = position + step * np.arange(frames, dtype=np.int32)[:, None, None]
+        number = np.float32 if isinstance(step, float) else np.int32
+        times = (np.arange(frames, dtype=number) * number(step)).astype(np.int32)
+        block[0] = position + times[:, None, None]
         block[1] = position + np.arange(rows, dtype=np.int32)[None, :, None]
         block[2] = position + np.arange(columns, dtype=np.int32)[None, None, :]
         position += max(rows, columns)

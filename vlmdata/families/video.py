@@ -28,7 +28,7 @@ class VideoSettings:
         max_frames: Most sampled frames; used with ``fps``.
         min_pixels: ``size["shortest_edge"]`` of the processor, in pixels.
         max_pixels: ``size["longest_edge"]`` of the processor, in pixels.
-        cap_pixels_per_frame: The argument of that name, which transformers 5.22 makes the only way.
+        cap_pixels_per_frame: The argument of that name.
         max_video_tokens: The argument of that name, used with ``cap_pixels_per_frame``.
         total_pixels: Of all temporal patches together, as qwen_vl_utils counts them; None is its default.
     """
@@ -125,15 +125,23 @@ class VideoRules:
             lower = upper
         return replace(settings, min_pixels=lower, max_pixels=upper)
 
-    def temporal_step(self, seconds_per_patch: float) -> int:
+    def temporal_step(self, seconds_per_patch: float, fractions: bool = False) -> float:
         """Returns the step of the first axis of positions from one temporal patch of a block to the next.
 
-        Whole seconds of a float32 count, as in ``get_rope_index`` of the models.
+        Seconds are a float32, as in ``get_rope_index`` of the models.
 
         Args:
             seconds_per_patch: Seconds of video per temporal patch: ``second_per_grid_ts`` of the processor.
+            fractions: Whether fractions of a second count, as in transformers from 5.24 on; whole seconds alone did
+                before.
+
+        Returns:
+            An int if whole seconds count, else a value of float32.
         """
-        return self.tokens_per_second * int(np.float32(seconds_per_patch)) if self.tokens_per_second else 1
+        if not self.tokens_per_second:
+            return 1
+        seconds = np.float32(seconds_per_patch)
+        return float(self.tokens_per_second * seconds) if fractions else self.tokens_per_second * int(seconds)
 
 
 def seconds_per_patch(sampled: int, total: int, rate: float, temporal: int) -> float:

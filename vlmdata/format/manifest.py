@@ -188,6 +188,11 @@ class Manifest:
         """Whether vision marks enclose all blocks of a video with times, as in transformers; vLLM drops them."""
         return self.video_options.get("layout") != "vllm"
 
+    @property
+    def counts_fractions(self) -> bool:
+        """Whether positions of videos that are spaced by time count fractions of a second, not whole seconds alone."""
+        return self.video_options.get("positions") == "fractions"
+
     def to_json(self) -> bytes:
         """Returns canonical JSON text."""
         totals = counts_to_json(self.totals)

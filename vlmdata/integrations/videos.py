@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,8 +12,6 @@ from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import KIND_FEATURES
 from vlmdata.integrations.processors import read_processor
 
-#: From this version of transformers on, processors without such an argument limit the pixels of each frame.
-_ALWAYS_CAPS = (5, 22)
 _SETTINGS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "cap_pixels_per_frame")
 _BY_TRANSFORMERS = "transformers"
 
@@ -72,17 +71,34 @@ def served(processor: Any) -> dict[str, Any]:
 
     A setting that it does not have, or leaves to the caller, is None.
     """
-    import transformers
-    from packaging.version import Version
-
     size = getattr(processor, "size", None) or {}
-    always = Version(transformers.__version__).release >= _ALWAYS_CAPS
     return {
         **{name: getattr(processor, name, None) for name in ("fps", "min_frames", "max_frames")},
         "min_pixels": size.get("shortest_edge"),
         "max_pixels": size.get("longest_edge"),
-        "cap_pixels_per_frame": always or bool(getattr(processor, "cap_pixels_per_frame", False)),
+        "cap_pixels_per_frame": _caps_each_frame(processor),
     }
+
+
+def _caps_each_frame(processor: Any) -> bool:
+    """Whether a video processor limits the pixels of each frame.
+
+    transformers announced that processors without the setting do so always. Earlier ones without it never did. So the
+    size that such a processor gives to a small video tells it, with one token allowed per frame.
+    """
+    if hasattr(type(processor), "cap_pixels_per_frame"):
+        return bool(processor.cap_pixels_per_frame)
+    size = getattr(processor, "size", None) or {}
+    if size.get("shortest_edge") is None or size.get("longest_edge") is None:
+        return False  # not one whose sizes have bounds
+    import torch
+
+    side = processor.patch_size * processor.merge_size
+    bounded = copy.copy(processor)
+    bounded.max_video_tokens, bounded.size = 1, type(size)(shortest_edge=side**2, longest_edge=64 * side**2)
+    video = torch.zeros(processor.temporal_patch_size, 3, 4 * side, 4 * side, dtype=torch.uint8)
+    grid = bounded([video], do_sample_frames=False, return_tensors="pt")["video_grid_thw"]
+    return bool(grid.prod() < (4 * processor.merge_size) ** 2)
 
 
 def has_videos(manifest: Manifest) -> bool:
@@ -92,12 +108,17 @@ def has_videos(manifest: Manifest) -> bool:
 
 def _of_servers(manifest: Manifest) -> dict[str, Any]:
     """Returns what no model is served with in two ways at once."""
-    defaults = {"sampler": _BY_TRANSFORMERS, "layout": _BY_TRANSFORMERS, "cap_pixels_per_frame": False}
+    defaults = {
+        "sampler": _BY_TRANSFORMERS,
+        "layout": _BY_TRANSFORMERS,
+        "positions": "whole-seconds",
+        "cap_pixels_per_frame": False,
+    }
     return {name: manifest.video_options.get(name, default) for name, default in defaults.items()}
 
 
 def _different(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name in (*_SETTINGS, "sampler", "layout"):
+    for name in (*_SETTINGS, "sampler", "layout", "positions"):
         a, b = one.get(name), two.get(name)
         if a is not None and b is not None and a != b:
             yield name, a, b

@@ -101,6 +101,7 @@ def require_alike(first: Input, other: Input) -> None:
         ("tokenizer files", dict(one.tokenizer_files), dict(two.tokenizer_files)),
         *((f"--{name.replace('_', '-')}", _option(one, name), _option(two, name)) for name in _SHARED_OPTIONS),
         ("--video-layout", _layout(one), _layout(two)),
+        ("--video-positions", _positions(one), _positions(two)),
     ]
     different = [f"{name}: {a} in {store}, {b} in {other_store}" for name, a, b in facts if a != b]
     if different:
@@ -118,6 +119,10 @@ def _option(manifest: Manifest, name: str) -> Any:
 
 def _layout(manifest: Manifest) -> str:
     return str(manifest.video_options.get("layout", "transformers"))
+
+
+def _positions(manifest: Manifest) -> str:
+    return str(manifest.video_options.get("positions", "whole-seconds"))
 
 
 def require_distinct(inputs: Sequence[Input]) -> None:

@@ -41,6 +41,7 @@ class SampleRules:
     libraries: Mapping[str, str] = field(default_factory=dict)
     documents: bool = False  # whether samples without target turns are documents. Elsewhere they are faults.
     enclosed_videos: bool = True  # whether vision marks enclose all blocks of a video with times
+    fractions: bool = False  # whether positions count fractions of a second of videos
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleRules:
@@ -66,6 +67,7 @@ class SampleRules:
             manifest.pixel_libraries,
             DOCUMENTS in manifest.features,
             manifest.encloses_videos,
+            manifest.counts_fractions,
         )
 
 
@@ -88,7 +90,7 @@ def audit_sample(
     row: IndexRow,
     rules: SampleRules,
     turn_weights: tuple[float, ...] = (),
-    steps: tuple[int, ...] | None = None,
+    steps: tuple[float, ...] | None = None,
 ) -> list[Finding]:
     """Returns all faults of a sample.
 

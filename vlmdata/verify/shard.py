@@ -173,11 +173,11 @@ def _audit_row(
         own, _ = _tar_members(io.BytesIO(data[place.offset : place.offset + place.size]))
         members = {name: (place.offset + start, size) for name, (start, size) in own.items()}
     turn_weights: tuple[float, ...] = ()
-    steps: tuple[int, ...] | None = None
+    steps: tuple[float, ...] | None = None
     try:
         metadata = _checked_metadata(data, members, row, owners)
         turn_weights = turn_weights_of(metadata)
-        steps = steps_of(metadata, row, rules.family)
+        steps = steps_of(metadata, row, rules.family, rules.fractions)
         if isinstance(count := metadata.get(DROPPED_REASONING), int) and count > 0:
             dropped[row.source_row] += count
     except ValueError as error:

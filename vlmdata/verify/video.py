@@ -11,13 +11,16 @@ from vlmdata.format.index_row import IndexRow
 from vlmdata.media.codecs import VIDEO
 
 
-def steps_of(metadata: Mapping[str, Any], row: IndexRow, family: Family) -> tuple[int, ...] | None:
+def steps_of(
+    metadata: Mapping[str, Any], row: IndexRow, family: Family, fractions: bool = False
+) -> tuple[float, ...] | None:
     """Returns the step of positions between the temporal patches of each item, which follows from their seconds.
 
     Args:
         metadata: The sample's metadata.
         row: Its index row.
         family: Its family.
+        fractions: Whether its positions count fractions of a second.
 
     Returns:
         A step per item; None without videos.
@@ -30,7 +33,7 @@ def steps_of(metadata: Mapping[str, Any], row: IndexRow, family: Family) -> tupl
     origins: Any = metadata.get("images")
     if not _is_list(origins, Mapping, len(row.items)):
         raise ValueError(f"images is not a list of {len(row.items)} objects, one per image and video")
-    steps = []
+    steps: list[float] = []
     for number, (item, origin) in enumerate(zip(row.items, origins, strict=True)):
         if item.shape.kind != VIDEO:
             steps.append(1)
@@ -43,7 +46,7 @@ def steps_of(metadata: Mapping[str, Any], row: IndexRow, family: Family) -> tupl
             raise ValueError(f"video {number} has the patch_seconds {times}, but {count} ascending ones are needed")
         if type(seconds) not in (int, float) or not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"video {number} has the seconds_per_patch {seconds!r}; it must be a positive number")
-        steps.append(family.video.temporal_step(seconds))
+        steps.append(family.video.temporal_step(seconds, fractions))
     return tuple(steps)
 
 
