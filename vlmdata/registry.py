@@ -113,6 +113,11 @@ class Registry[T](dict[str, str]):
         self._target("")
         return list(dict.fromkeys([*self, *_installed(self.group), *self._given]))
 
+    def trusted(self) -> list[str]:
+        """Returns the names of the built-in extensions and of those that the user gave, without the installed ones."""
+        self._target("")
+        return list(dict.fromkeys([*self, *self._given]))
+
     def missing(self, name: str) -> str:
         """Says how to give an extension that a dataset names and that is not known here."""
         return (

@@ -150,6 +150,8 @@ def runs_own_code(command: PreprocessCommand) -> bool:
     config = command.config
     named = [(RECIPES, config.recipe), (FAMILIES, config.family), (ENGINES, command.engine)]
     named += [(CODECS, name) for name in (config.pixels, config.video.pixels) if name is not None]
+    if "recipe" not in command.given:
+        named += [(RECIPES, name) for name in RECIPES.trusted()]
     named += [(READERS, command.reader)] if command.reader is not None else []
     if _finds_family(command):
         named += [(FAMILIES, name) for name in FAMILIES.names()]

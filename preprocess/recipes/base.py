@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Any, ClassVar, Protocol
@@ -12,6 +12,7 @@ from vlmdata.preprocess.config import PreprocessConfig
 from vlmdata.preprocess.conversation import Conversation, Document
 from vlmdata.preprocess.own_options import make_own
 from vlmdata.preprocess.recipes.context import RecipeContext
+from vlmdata.preprocess.recipes.keys import Columns
 from vlmdata.preprocess.recipes.media import MediaLoader
 from vlmdata.preprocess.registries import RECIPES
 from vlmdata.preprocess.reject import RowRejected
@@ -43,23 +44,19 @@ class BuiltInRecipe(Recipe, Protocol):
     and ``context``, a :class:`RecipeContext`. They are passed by name, so it only takes what it needs.
 
     Attributes:
-        needs: The columns that it reads, in words for messages: ``messages or conversations``.
+        takes: The columns of its rows, in each form. Without ``--recipe``, the recipe that takes the most of a source's
+            columns is used. So this is about the meaning of the columns, not about what the recipe could read: if none
+            of two takes all columns of the other, the user must choose.
+        needs: These columns in words, for messages: ``messages or conversations``.
         makes: ``Conversation``, ``Document`` or both. Options of the command for the other are errors.
         Options: A frozen dataclass of its options, each ``Annotated[type, "What it does."]``. See
             ``preprocess/own_options.py`` for the types.
     """
 
+    takes: ClassVar[tuple[Columns, ...]]
     needs: ClassVar[str]
     makes: ClassVar[tuple[type, ...]]
     Options: ClassVar[type]
-
-    @staticmethod
-    def fits(columns: Collection[str]) -> bool:
-        """True if rows with these columns are meant for this recipe.
-
-        Without ``--recipe``, the only recipe that fits is used. So this is about the meaning of the columns, not about
-        what the recipe could read: if two recipes fit the same columns, the user must choose.
-        """
 
 
 #: What a recipe's constructor may take besides its options.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from vlmdata.preprocess.conversation import Conversation, Message, TextPart
 from vlmdata.preprocess.recipes.answers import Pick, picked, texts_in
 from vlmdata.preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
-from vlmdata.preprocess.recipes.chat.forms import fits as fits_chat
 from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
 from vlmdata.preprocess.recipes.chat.row_keys import refuse_row
 from vlmdata.preprocess.recipes.chat.turns import text_turn
 from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
-from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, is_empty
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, Columns, KeyLog, is_empty
 from vlmdata.preprocess.recipes.media import MediaLoader
 from vlmdata.preprocess.recipes.row_image import IMAGE_COLUMNS, images_of, only_image
 from vlmdata.preprocess.reject import RowRejected, excerpt
@@ -39,6 +38,10 @@ _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
 class Caption:
     """Rows with ``image`` and ``txt``, ``text`` or ``caption``."""
 
+    takes: ClassVar[tuple[Columns, ...]] = (
+        Columns((("image",), _CAPTIONS)),
+        Columns((("image_url",), ("caption",))),
+    )
     needs: ClassVar[str] = "image and txt, text or caption"
     makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
@@ -55,15 +58,6 @@ class Caption:
 
     def __init__(self, options: Options, media: MediaLoader):
         self._options, self._media = options, media
-
-    @staticmethod
-    def fits(columns: Collection[str]) -> bool:
-        """Returns True for rows with an image and a text, but no turns and no parse."""
-        if fits_chat(columns) or "ground_truth" in columns:
-            return False
-        if "image_url" in columns and "caption" in columns:
-            return True
-        return "image" in columns and any(name in columns for name in _CAPTIONS)
 
     def __call__(self, row: Row) -> Conversation | list[Conversation]:
         """Returns image and prompt as the question, and the caption as the answer."""

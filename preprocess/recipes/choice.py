@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 from vlmdata.errors import SourceError
 from vlmdata.preprocess.config import PreprocessConfig
 from vlmdata.preprocess.recipes.base import Recipe, candidates_of, load_recipe
 from vlmdata.preprocess.recipes.context import RecipeContext
+from vlmdata.preprocess.recipes.keys import fitting
 from vlmdata.preprocess.recipes.media import MediaLoader
 from vlmdata.preprocess.registries import RECIPES
 from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.preprocess.row import Row
 from vlmdata.preprocess.sources.rows import Source
-from vlmdata.wording import counted
+from vlmdata.wording import counted, either
 
 #: Number of rows to search for columns if rows differ, and number of rows to test a recipe on.
 _READ_ROWS, _TRIED_ROWS = 100, 8
 
 
 def choose_recipe(source: Source, spec: str) -> str:
-    """Returns the name of the only built-in recipe that fits the source's columns.
+    """Returns the name of the only recipe that fits the source's columns.
 
     Raises:
         SourceError: If no recipe fits, or several do.
@@ -31,15 +32,28 @@ def choose_recipe(source: Source, spec: str) -> str:
         raise SourceError(
             f"SOURCE {spec}: no recipe can be chosen, as none of the first rows can be read: {_first_fault(source)}"
         )
-    fitting = [name for name in RECIPES if RECIPES.find(name).fits(columns)]
-    if len(fitting) == 1:
-        return fitting[0]
-    found = f"several recipes fit ({', '.join(fitting)})" if fitting else "no built-in recipe fits"
-    needs = "; ".join(f"{name} needs {RECIPES.find(name).needs}" for name in fitting or RECIPES)
-    own = "" if fitting else "; or write one of your own and give it as module:attribute"
+    names = recipes_for(columns)
+    if len(names) == 1:
+        return names[0]
+    found = f"several recipes fit ({', '.join(names)})" if names else "no built-in recipe fits"
+    needs = "; ".join(f"{name} needs {_needs(name)}" for name in names or RECIPES)
+    own = "" if names else "; or write one of your own and give it as module:attribute"
     raise SourceError(
         f"SOURCE {spec}: {found} its columns, {', '.join(columns)}. Choose one with --recipe: {needs}{own}."
     )
+
+
+def recipes_for(columns: Collection[str], name: str | None = None) -> list[str]:
+    """Returns the recipes that rows with these columns are meant for, of those that declare what they take.
+
+    Args:
+        columns: Those of the rows.
+        name: A recipe to compare, besides the built-in ones and those that the user gave in the environment.
+    """
+    takes = {known: getattr(RECIPES.named(known), "takes", ()) for known in RECIPES.trusted()}
+    if name is not None:
+        takes[name] = getattr(RECIPES.find(name), "takes", ())
+    return fitting(takes, columns)
 
 
 def recipe_for(source: Source, config: PreprocessConfig, media: MediaLoader | None = None) -> Recipe:
@@ -68,8 +82,8 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
         SourceError: If later rows have the same columns, so that none can succeed.
     """
     name = config.recipe
-    fits, columns = getattr(RECIPES.find(name), "fits", None), columns_of(source)
-    if fits is None or not columns or fits(columns):
+    columns = columns_of(source)
+    if not hasattr(RECIPES.find(name), "takes") or not columns or name in recipes_for(columns, name):
         return None
     recipe, rejections = recipe_for(source, config), []
     for row in islice(_readable_rows(source), _TRIED_ROWS):
@@ -83,12 +97,19 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
             return None
         rejections.append(f"row {row.number}: {made[0]}")
     why = (
-        f"--recipe {name} needs {RECIPES.find(name).needs}; SOURCE {spec} has the columns {', '.join(columns)}. "
+        f"--recipe {name} needs {_needs(name)}; SOURCE {spec} has the columns {', '.join(columns)}. "
         f"It rejects the first {counted(len(rejections), 'row')}: {rejections[0]}"
     )
     if source.rows.columns() is not None or source.num_rows <= _READ_ROWS:
         raise SourceError(why)
     return why
+
+
+def _needs(name: str) -> str:
+    """Returns the columns that a recipe needs, in its words or by their names."""
+    recipe = RECIPES.find(name)
+    forms = [" and ".join(either(group) for group in form.needs) for form in getattr(recipe, "takes", ())]
+    return getattr(recipe, "needs", None) or either(forms)
 
 
 def first_rows(sources: Iterable[Source]) -> str:
@@ -99,12 +120,11 @@ def first_rows(sources: Iterable[Source]) -> str:
 
 def other_form(name: str, source: Source, row: Row) -> str:
     """Says for a rejection that a row of a source whose rows differ is meant for another recipe; empty if it is not."""
-    fits = getattr(RECIPES.find(name), "fits", None)
-    if fits is None or source.rows.columns() is not None:
+    if not hasattr(RECIPES.find(name), "takes") or source.rows.columns() is not None:
         return ""
     columns = tuple(key for key, value in row.values.items() if value is not None)
-    others = [other for other in RECIPES if RECIPES.find(other).fits(columns)]
-    if not others or fits(columns):
+    others = recipes_for(columns, name)
+    if not others or name in others:
         return ""
     return (
         f"; the row is of another form: its columns, {excerpt(', '.join(columns))}, are meant for recipe "

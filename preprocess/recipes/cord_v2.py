@@ -6,7 +6,7 @@ Sources: the ``naver-clova-ix/cord-v2`` dataset card, and ``json2token`` of clov
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
@@ -15,7 +15,7 @@ import xxhash
 
 from vlmdata.preprocess import json_text
 from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, Columns, KeyLog
 from vlmdata.preprocess.recipes.media import MediaLoader, place_with_file
 from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.preprocess.row import Row
@@ -37,6 +37,8 @@ class Target(StrEnum):
 class CordV2:
     """Converts ``image`` and ``ground_truth`` (JSON with ``gt_parse`` or ``gt_parses``) to a question and answer."""
 
+    #: The parse of a receipt may have its text beside it.
+    takes: ClassVar[tuple[Columns, ...]] = (Columns((("image",), ("ground_truth",)), also=("txt", "text", "caption")),)
     needs: ClassVar[str] = "image and ground_truth"
     makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
@@ -49,11 +51,6 @@ class CordV2:
 
     def __init__(self, options: Options, media: MediaLoader):
         self._options, self._media = options, media
-
-    @staticmethod
-    def fits(columns: Collection[str]) -> bool:
-        """Returns True for rows with both columns."""
-        return "image" in columns and "ground_truth" in columns
 
     def __call__(self, row: Row) -> Conversation:
         """Returns image and prompt as the question, and the parse as the answer."""

@@ -6,7 +6,7 @@ COCO's format of annotations.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
@@ -15,16 +15,15 @@ from typing import Annotated, Any, ClassVar
 from vlmdata.preprocess.conversation import ContentPart, Conversation, Message, TextPart
 from vlmdata.preprocess.grounding import BoxPart, Form, PointPart, Unit, coordinates_fault
 from vlmdata.preprocess.recipes.answers import Pick, picked, texts_in
-from vlmdata.preprocess.recipes.chat.forms import fits as fits_chat
 from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
 from vlmdata.preprocess.recipes.chat.row_keys import refuse_row
 from vlmdata.preprocess.recipes.chat.tools import parse_json
 from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
 from vlmdata.preprocess.recipes.coco_names import COCO
-from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, Columns, KeyLog, filled, is_empty
 from vlmdata.preprocess.recipes.media import MediaLoader
 from vlmdata.preprocess.recipes.polygons import POLYGONS, Polygons, box_around
-from vlmdata.preprocess.recipes.row_image import IMAGE_COLUMNS, has_image, images_of, only_image
+from vlmdata.preprocess.recipes.row_image import IMAGE_COLUMNS, IMAGE_NAMES, images_of, only_image
 from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
@@ -33,6 +32,8 @@ from vlmdata.wording import counted
 _POINTS, _BOX, _OBJECTS = "points", "bbox", "objects"
 #: Names of what is in the box: jxu124's form of refCOCO, lmms-lab's, and a name alone.
 _NAMES = ("sentences", "answer", "label")
+#: Columns that a row with a box may have of the question for it.
+_ASKED = ("question", "query", "answers", "multiple_choice_answer")
 #: Names of the classes of objects.
 _CLASSES = ("category", "label")
 _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
@@ -113,6 +114,11 @@ class Task:
 class GroundingRows:
     """Rows with an image and points with a label, a box with its names, or objects with boxes and classes."""
 
+    takes: ClassVar[tuple[Columns, ...]] = (
+        Columns((IMAGE_NAMES, (_POINTS,), ("label",))),
+        Columns((IMAGE_NAMES, (_OBJECTS,))),
+        Columns((IMAGE_NAMES, (_BOX,), _NAMES), also=_ASKED),
+    )
     needs: ClassVar[str] = "image, and points and label, bbox and sentences or answer, or objects with bbox"
     makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
@@ -121,14 +127,6 @@ class GroundingRows:
     def __init__(self, options: GroundingOptions, media: MediaLoader):
         self._options, self._media = options, media
         self._classes = COCO if options.names == ("coco",) else options.names
-
-    @staticmethod
-    def fits(columns: Collection[str]) -> bool:
-        """Returns True for rows with an image and boxes or points, but no turns."""
-        if fits_chat(columns) or not has_image(columns):
-            return False
-        points = _POINTS in columns and "label" in columns
-        return points or _OBJECTS in columns or (_BOX in columns and any(name in columns for name in _NAMES))
 
     def __call__(self, row: Row) -> Conversation | list[Conversation]:
         """Returns image and question, and the boxes or points as a JSON list."""

@@ -1,8 +1,9 @@
-"""Keys of a row that its recipe does not use: harmless or unknown."""
+"""The columns that tell rows of a recipe, and the keys of a row that it does not use: harmless or unknown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vlmdata.preprocess.row import ReadColumns
@@ -19,6 +20,41 @@ _RATINGS = {f"{kind}_{what}" for kind in _KINDS for what in ("ratings", "min")} 
 _TOOLS = {"parallel_tool_calls"}  # OpenAI: execution of tools by its service
 #: Columns about the origin or topic of a row that do not affect learning.
 HARMLESS_COLUMNS = frozenset(_NAMES | _ORIGIN | _TOPIC | _OTHERS | _SIZES | _TOOLS | _RATINGS)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of the rows that a recipe takes, in one form.
+
+    Attributes:
+        needs: Rows have one or more columns of each of these groups.
+        also: Other columns that the recipe expects in such rows.
+        whole: Whether the needed columns tell all of a sample, whatever columns are beside them.
+    """
+
+    needs: tuple[Sequence[str], ...]
+    also: Collection[str] = ()
+    whole: bool = False
+
+    def taken(self, columns: Collection[str]) -> frozenset[str]:
+        """Returns which of a row's columns the recipe takes; none if the row has another form."""
+        if not all(any(name in columns for name in group) for group in self.needs):
+            return frozenset()
+        known = {*self.also, *(name for group in self.needs for name in group)}
+        return frozenset(name for name in columns if self.whole or name in known)
+
+
+def fitting(takes: Mapping[str, Iterable[Columns]], columns: Collection[str]) -> list[str]:
+    """Returns the recipes that rows with these columns are meant for.
+
+    A recipe gives way to one that takes all columns that it takes, and others.
+
+    Args:
+        takes: What each recipe declares, by name.
+        columns: Those of the rows.
+    """
+    taken = {name: frozenset().union(*(form.taken(columns) for form in forms)) for name, forms in takes.items()}
+    return [name for name, own in taken.items() if own and not any(own < other for other in taken.values())]
 
 
 class KeyLog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlmdata.preprocess.conversation import ContentPart, ImagePart
@@ -18,13 +18,10 @@ from vlmdata.wording import counted
 _URL, _SHA256 = "image_url", "image_sha256"
 #: Columns with a path or URL, if there is no ``images`` or ``image``: PixMo's, and that of refCOCO in jxu124's form.
 _NAMED = (_URL, "image_path")
+#: Columns with the image.
+IMAGE_NAMES = (*IMAGE_COLUMN.columns, *_NAMED)
 #: All columns that tell the image.
 IMAGE_COLUMNS = frozenset({*IMAGE_COLUMN.columns, *_NAMED, _SHA256})
-
-
-def has_image(columns: Collection[str]) -> bool:
-    """True if rows with these columns have an image."""
-    return any(name in columns for name in (*IMAGE_COLUMN.columns, *_NAMED))
 
 
 def images_of(values: Mapping[str, Any], media: MediaLoader, keys: KeyLog) -> RowImages:

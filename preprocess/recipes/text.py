@@ -7,18 +7,17 @@ Sources: the dataset cards of HuggingFaceM4/OBELICS (``texts`` and ``images``) a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from vlmdata.preprocess.conversation import ContentPart, Document, ImagePart, TextPart
 from vlmdata.preprocess.recipes.chat.content import ContentOptions, ContentReader
 from vlmdata.preprocess.recipes.chat.forms import LIST_COLUMNS
-from vlmdata.preprocess.recipes.chat.forms import fits as fits_chat
 from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS, RowImages
 from vlmdata.preprocess.recipes.chat.row_keys import refuse_row
 from vlmdata.preprocess.recipes.chat.turns import HARMLESS_KEYS, RowTurn, read_turn
 from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS, TURN_WEIGHTS, row_weight, turn_weight
-from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, Columns, KeyLog, filled, is_empty
 from vlmdata.preprocess.recipes.media import MediaLoader, place_with_file
 from vlmdata.preprocess.reject import RowRejected, excerpt
 from vlmdata.preprocess.row import Row
@@ -43,6 +42,11 @@ _MMC4_HARMLESS = frozenset({"matched_sim", "face_detections"})
 class Text:
     """Rows with ``text`` or ``content``, or with alternating texts and images."""
 
+    takes: ClassVar[tuple[Columns, ...]] = (
+        Columns((("text",),)),
+        Columns((("texts",), ("images",))),
+        Columns((("text_list",), ("image_info",))),
+    )
     needs: ClassVar[str] = "text, content, texts and images, or text_list and image_info"
     makes: ClassVar[tuple[type, ...]] = (Document,)
 
@@ -50,14 +54,6 @@ class Text:
 
     def __init__(self, options: ContentOptions, media: MediaLoader):
         self._options, self._media = options, media
-
-    @staticmethod
-    def fits(columns: Collection[str]) -> bool:
-        """Returns True for rows with text but no turns. A text with one image may be a caption instead."""
-        if fits_chat(columns):
-            return False
-        interleaved = {"texts", "images"} <= set(columns) or {"text_list", "image_info"} <= set(columns)
-        return interleaved or ("text" in columns and "image" not in columns)
 
     def __call__(self, row: Row) -> Document:
         """Returns the row's text and images in order."""

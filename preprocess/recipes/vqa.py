@@ -6,22 +6,21 @@ lmms-lab/COCO-Caption.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from vlmdata.preprocess.conversation import Conversation, Message
 from vlmdata.preprocess.recipes.answers import Pick, picked, texts_in
 from vlmdata.preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
-from vlmdata.preprocess.recipes.chat.forms import fits as fits_chat
 from vlmdata.preprocess.recipes.chat.images import BOUND_KEYS
 from vlmdata.preprocess.recipes.chat.row_keys import refuse_row
 from vlmdata.preprocess.recipes.chat.tools import parse_json
 from vlmdata.preprocess.recipes.chat.turns import text_turn
 from vlmdata.preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
-from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, Columns, KeyLog, filled
 from vlmdata.preprocess.recipes.media import MediaLoader
-from vlmdata.preprocess.recipes.row_image import IMAGE_COLUMNS, has_image, images_of, with_image
+from vlmdata.preprocess.recipes.row_image import IMAGE_COLUMNS, IMAGE_NAMES, images_of, with_image
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.row import Row
 from vlmdata.reasons import Reason
@@ -56,6 +55,7 @@ _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
 class Vqa:
     """Rows with an image, ``question`` or ``query``, and answers."""
 
+    takes: ClassVar[tuple[Columns, ...]] = (Columns((IMAGE_NAMES, _QUESTIONS, (_COMMON, *_ANSWERS))),)
     needs: ClassVar[str] = "image, question (or query), and answers, answer, multiple_choice_answer or label"
     makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
@@ -73,13 +73,6 @@ class Vqa:
 
     def __init__(self, options: Options, media: MediaLoader):
         self._options, self._media = options, media
-
-    @staticmethod
-    def fits(columns: Collection[str]) -> bool:
-        """Returns True for rows with an image, a question and an answer, but no turns and no box."""
-        if fits_chat(columns) or "bbox" in columns or not has_image(columns):
-            return False
-        return any(name in columns for name in _QUESTIONS) and any(name in columns for name in (_COMMON, *_ANSWERS))
 
     def __call__(self, row: Row) -> Conversation | list[Conversation]:
         """Returns image and question, and the answer."""

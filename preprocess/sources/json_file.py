@@ -36,7 +36,6 @@ class JsonFile(RecordFile):
 
     name = "json"
     endings = (".json", ".json.gz")
-    title = "JSON"
     identity = AS_TEXT
 
     is_list: bool  # whether it is a list; otherwise objects follow one another

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -37,11 +37,6 @@ class ChatForm:
 
     turns: tuple[RowTurn, ...]
     columns: frozenset[str]
-
-
-def fits(columns: Collection[str]) -> bool:
-    """Returns True if rows with these columns have turns in one of the forms."""
-    return any(column in columns for column in LIST_COLUMNS) or any(set(pair) <= set(columns) for pair in PAIRS)
 
 
 def read_form(values: Mapping[str, Any]) -> ChatForm:

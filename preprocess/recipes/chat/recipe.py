@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 from vlmdata.preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from vlmdata.preprocess.recipes.chat.content import ContentOptions, ContentReader
-from vlmdata.preprocess.recipes.chat.forms import fits, read_form
+from vlmdata.preprocess.recipes.chat.forms import LIST_COLUMNS, PAIRS, read_form
 from vlmdata.preprocess.recipes.chat.images import RowImages
 from vlmdata.preprocess.recipes.chat.objects import COLUMN as OBJECTS
 from vlmdata.preprocess.recipes.chat.objects import BoxForm, with_objects
@@ -19,7 +19,7 @@ from vlmdata.preprocess.recipes.chat.tools import read_arguments, read_calls, re
 from vlmdata.preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, RowTurn
 from vlmdata.preprocess.recipes.chat.videos import RowVideos
 from vlmdata.preprocess.recipes.chat.weights import row_weight, turn_weight
-from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
+from vlmdata.preprocess.recipes.keys import HARMLESS_COLUMNS, Columns, KeyLog, filled
 from vlmdata.preprocess.recipes.media import MediaLoader
 from vlmdata.preprocess.recipes.polygons import Polygons
 from vlmdata.preprocess.reject import RowRejected, excerpt
@@ -59,6 +59,10 @@ class ChatOptions(ContentOptions):
 class Chat:
     """Rows with a list of turns, or with a question and its answer."""
 
+    takes: ClassVar[tuple[Columns, ...]] = (
+        Columns((LIST_COLUMNS,), whole=True),
+        *(Columns(((question,), (answer,)), whole=True) for question, answer in PAIRS),
+    )
     needs: ClassVar[str] = "messages, conversations, or a pair such as instruction and output"
     makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
@@ -66,11 +70,6 @@ class Chat:
 
     def __init__(self, options: ChatOptions, media: MediaLoader):
         self._options, self._media = options, media
-
-    @staticmethod
-    def fits(columns: Collection[str]) -> bool:
-        """Returns True for rows with a list of turns or a question-answer pair."""
-        return fits(columns)
 
     def __call__(self, row: Row) -> Conversation:
         """Returns the row's turns, with each image and video in its place."""

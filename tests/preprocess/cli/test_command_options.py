@@ -202,9 +202,9 @@ class TestRecipe:
         assert not (tmp_path / "out").exists()
 
     def test_needs_a_name_where_several_fit(self, preprocess: Command, tmp_path: Path) -> None:
-        source = write_rows(tmp_path / "rows.jsonl", CHAT | {"image": "a.png", "ground_truth": "{}"})
+        source = write_rows(tmp_path / "rows.jsonl", {"image": "a.png", "text": "A.", "question": "?", "answer": "B."})
         ended = preprocess(source)
-        refused(ended, "several recipes fit (cord_v2, chat) its columns, messages, image, ground_truth", opened=True)
+        refused(ended, "several recipes fit (caption, vqa) its columns, image, text, question, answer", opened=True)
 
     def test_needs_a_name_where_no_line_can_be_read(self, preprocess: Command, tmp_path: Path) -> None:
         ended = preprocess(write_rows(tmp_path / "rows.jsonl", "{", "}"))

@@ -14,6 +14,7 @@ from tests.preprocess.recipes.chat_recipe import check_rejected, convert, seen, 
 from vlmdata.preprocess.recipes.base import load_recipe
 from vlmdata.preprocess.recipes.chat import Chat
 from vlmdata.preprocess.recipes.chat.recipe import Unmarked
+from vlmdata.preprocess.recipes.choice import recipes_for
 from vlmdata.preprocess.recipes.media import MediaLoader
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.row import Row
@@ -176,9 +177,8 @@ def test_messages_win_over_a_pair_whose_columns_are_then_reported():
 
 @pytest.mark.parametrize(("question", "answer"), PAIRS)
 def test_the_columns_fit_the_recipe(question: str, answer: str):
-    assert Chat.fits([question, answer, "images"])
-    assert not Chat.fits([question])
-    assert not Chat.fits([answer])
+    assert recipes_for([question, answer, "images"]) == ["chat"]
+    assert recipes_for([question]) == recipes_for([answer]) == []
 
 
 class TestTexts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from vlmdata.preprocess.cli import preprocess as command
 from vlmdata.preprocess.conversation import Conversation, Document
 from vlmdata.preprocess.own_options import constructor_takes, declared_options, describe_options, options_class
 from vlmdata.preprocess.recipes.base import PARTS, load_recipe
+from vlmdata.preprocess.recipes.choice import recipes_for
 from vlmdata.preprocess.registries import RECIPES
 
 DOCS = Path(__file__).parents[3] / "docs" / "recipes.md"
@@ -26,8 +28,12 @@ class TestEveryRecipe:
         assert set(RECIPES.find(name).makes) <= {Conversation, Document}
         assert RECIPES.find(name).makes
 
-    def test_fits_no_row_without_columns(self, name: str) -> None:
-        assert RECIPES.find(name).fits([]) is False
+    def test_takes_rows_with_its_columns_alone(self, name: str) -> None:
+        for form in RECIPES.find(name).takes:
+            assert form.needs
+            for columns in product(*form.needs):
+                assert name in recipes_for(set(columns))
+                assert not any(form.taken(set(columns) - set(group)) for group in form.needs)
 
     def test_declares_its_options_with_defaults_and_meanings(self, name: str) -> None:
         options = options_class(RECIPES, name)
@@ -79,4 +85,4 @@ class TestEveryRecipe:
     ],
 )
 def test_these_columns_fit_one_recipe(name: str, columns: list[str]) -> None:
-    assert [each for each in RECIPES if RECIPES.find(each).fits(columns)] == [name]
+    assert recipes_for(columns) == [name]

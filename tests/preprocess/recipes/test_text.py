@@ -10,7 +10,7 @@ from tests.chat_rows import data_uri
 from tests.conftest import encoded_image
 from vlmdata.preprocess.conversation import Document, ImagePart, TextPart
 from vlmdata.preprocess.recipes.base import load_recipe
-from vlmdata.preprocess.recipes.text import Text
+from vlmdata.preprocess.recipes.choice import recipes_for
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.row import Row
 
@@ -134,7 +134,7 @@ def test_weights_and_keys_are_those_of_the_row() -> None:
     ],
 )
 def test_it_fits_rows_of_text_without_turns(columns: list[str], fits: bool) -> None:
-    assert Text.fits(columns) is fits
+    assert (recipes_for(columns) == ["text"]) is fits
 
 
 def test_images_are_named_by_their_place() -> None:
