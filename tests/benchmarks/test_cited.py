@@ -52,6 +52,7 @@ LONG = (
     "loader.py",
     "preprocess.py",
     "preprocess_pairs.py",
+    "preprocess_workers.py",
     "preprocess_start.py",
     "engines.py",
     "video.py",
