@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
-from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
+from vlmdata.families.processor import PROCESSOR
+from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ZSTD, ItemCodec, describe_codecs, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.options import OptionHelp
 from vlmdata.preprocess.media_config import (
@@ -27,6 +28,9 @@ from vlmdata.preprocess.media_config import (
     video_codec_beside,
 )
 from vlmdata.preprocess.registries import RECIPES
+
+if TYPE_CHECKING:
+    from vlmdata.preprocess.processor import Processor
 
 __all__ = [
     "EMBEDDED",
@@ -138,6 +142,18 @@ class PreprocessConfig:
         ),
     ] = EMBEDDED
     tokenizer_revision: Annotated[str | None, text_option("Branch, tag or commit of a hub tokenizer.")] = None
+    processor: Annotated[
+        str | None,
+        text_option(
+            "Your model's processor, also of a model that is no family of vlmdata: hub id or folder with its "
+            "tokenizer and config.json; instead of --tokenizer. A known model takes its family, unless `--family "
+            "processor` is given.",
+            shown_default=False,
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, text_option("Run code that the folder or repository of --processor has. It is recorded.")
+    ] = False
     family: Annotated[
         str,
         text_option(
@@ -252,6 +268,7 @@ class PreprocessConfig:
 
     def __post_init__(self) -> None:
         FAMILIES.find(self.family)  # refuses an unknown name
+        self._take_processor()
         store = self.codec
         libraries_of(store)  # refuses a codec whose package is not installed
         if store.needs_file and self.image.max_source_pixels > MOST_FILE_PIXELS:
@@ -270,6 +287,32 @@ class PreprocessConfig:
         for name in ("max_length", "pad_multiple", "rows_per_shard", "variants"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def _take_processor(self) -> None:
+        """Takes the tokenizer of the processor, and refuses what the general family does not have."""
+        if self.processor is not None and self.tokenizer == EMBEDDED:
+            object.__setattr__(self, "tokenizer", self.processor)
+        if self.processor is not None and self.tokenizer != self.processor:
+            raise ValueError(
+                f"processor is {self.processor}, and tokenizer is {self.tokenizer}: the processor has its own, omit it"
+            )
+        if self.trust_remote_code and self.processor is None:
+            raise ValueError("trust_remote_code has no effect without a processor")
+        if self.family != PROCESSOR:
+            return
+        if self.processor is None:
+            raise ValueError(f"family is {PROCESSOR}: give the processor, --processor FOLDER")
+        for name in (self.pixels, self.video.pixels):
+            if name not in (None, RAW, ZSTD):
+                raise ValueError(
+                    f"pixels is {name}, which stores pictures; with the family {PROCESSOR} shards store the "
+                    f"processor's tensors: choose {RAW} or {ZSTD}"
+                )
+        if self.overlong is Overlong.SHRINK_IMAGES:
+            raise ValueError(
+                f"overlong is {self.overlong}, and the processor sets the sizes of images: choose another, or set a "
+                "smaller size in its preprocessor_config.json"
+            )
 
     def _require_variants(self) -> None:
         kinds, family = self.variant_kinds, self.model_family
@@ -313,7 +356,21 @@ class PreprocessConfig:
     @property
     def model_family(self) -> Family:
         """Family of the samples."""
+        if self.family == PROCESSOR:
+            return self.learned.family
         return FAMILIES.find(self.family)
+
+    @property
+    def learned(self) -> Processor:
+        """The processor of the family ``processor``, and what was learned of it.
+
+        Raises:
+            SourceError: If it cannot be loaded or learned.
+        """
+        from vlmdata.preprocess.processor import load_processor  # slow to import: the help of the command needs this
+
+        assert self.processor is not None
+        return load_processor(self.processor, self.tokenizer_revision, self.trust_remote_code)
 
     @property
     def codec(self) -> ItemCodec:
@@ -346,6 +403,10 @@ class PreprocessConfig:
         Raises:
             ValueError, TypeError: If an option is unknown or has a wrong value, as those of other versions may.
         """
+        if options.get("family") == PROCESSOR:  # a dataset may be a stranger's, and may name code to run
+            raise ValueError(
+                f"the family {PROCESSOR} has samples of a processor, which no dataset may name to be loaded"
+            )
         given, words = dict(options), {"train_turns": TrainTurns, "train_think": TrainThink}
         words |= {"overlong": Overlong, "special_text": SpecialText}
         given |= {name: kind(given[name]) for name, kind in words.items() if name in given}
@@ -369,6 +430,8 @@ class PreprocessConfig:
 _FIELDS = {"recipe": "recipe", "family": "family", "codec": "pixels"}
 #: Options that earlier versions did not have, with their defaults, which are not recorded.
 _LATER: Mapping[str, Any] = {
+    "processor": None,
+    "trust_remote_code": False,
     "system_prompt": None,
     "overlong_min_pixels": None,
     "keep_columns": [],

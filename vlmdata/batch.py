@@ -14,6 +14,8 @@ import torch
 from vlmdata.context_parallel import Slice as Slice  # modules that must not import torch have them from there
 from vlmdata.context_parallel import partition_indices
 from vlmdata.families import DEFAULT_FAMILY, Family, family
+from vlmdata.families.processor import PER_TOKEN, ProcessorFamily
+from vlmdata.families.tensors import Records, joined, restored
 from vlmdata.format.schema import IGNORE_INDEX as IGNORE_INDEX
 from vlmdata.packing.item_runs import ItemRuns, pack_runs
 
@@ -162,6 +164,8 @@ class PackedBatch:
         host: Boundaries and images as host arrays; made from the tensors if it is not given.
         family: The model family the samples are made for, which knows how patches become ``pixel_values``.
         masked: Numbers of the samples that were damaged and stand without targets and pixels (``on_damage="mask"``).
+        headers: int64 (N, tensors, 8) on the host, the headers of the records in ``patches``, in the family
+            ``processor`` (:mod:`vlmdata.families.tensors`). None reads them from the device.
     """
 
     input_ids: torch.Tensor
@@ -194,6 +198,7 @@ class PackedBatch:
     video_block_starts: torch.Tensor | None = None
     video_runs: torch.Tensor | None = None
     video_patches: torch.Tensor | None = None
+    headers: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if not self.holds("loss_weights"):
@@ -259,6 +264,62 @@ class PackedBatch:
             ValueError: If the batch was loaded without pixels, or expanded to a dtype that was already rounded.
         """
         return self._expanded(self.patches, dtype, copies=1)
+
+    def model_inputs(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Returns what the forward of transformers' model of the family takes for the pack, by argument.
+
+        There is no attention mask, since transformers would then not look for samples, and there are no labels, since
+        the model would shift them again.
+
+        Args:
+            dtype: Dtype of pixels; by default that of expanded patches, else that of the processor, float32.
+
+        Returns:
+            ``input_ids`` (1, T), ``position_ids``, and what the model's processor makes of images and videos, as
+            ``pixel_values``. Positions are (4, 1, T), whose first row counts from 0 in each segment; in families with
+            one axis they are that row, (1, T).
+
+        Raises:
+            ValueError: If the batch is a slice, or was loaded without tokens or pixels.
+        """
+        if self.context_parallel is not None or not self.holds("input_ids"):
+            raise ValueError("model_inputs needs a whole pack with the part 'tokens'")
+        starts = self.cu_seqlens_padded.long()
+        first = starts[:-1].repeat_interleave(starts.diff(), output_size=self.total_tokens)
+        within = (torch.arange(self.total_tokens, device=starts.device) - first).view(1, -1)
+        one_axis = len(self.family.position_axes) == 1
+        inputs = {
+            "input_ids": self.input_ids,
+            "position_ids": within if one_axis else torch.cat([within[None], self.position_ids]),
+        }
+        if isinstance(self.family, ProcessorFamily):
+            return inputs | self._processor_inputs(self.family, dtype)
+        if len(self.host.image_grid_thw):
+            inputs |= self.image_inputs(dtype)
+        if self.video_grid_thw is not None:
+            inputs |= {"pixel_values_videos": self.pixel_values_videos(dtype), "video_grid_thw": self.video_grid_thw}
+        return inputs
+
+    def _processor_inputs(self, family: ProcessorFamily, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the processor, joined by their rules."""
+        if not self.holds("patches"):
+            raise ValueError("model_inputs: the batch was loaded without the part 'pixels'")
+        rows = self.host.image_grid_thw.prod(axis=1).tolist()
+        values = restored(family, Records.of(family, self.patches, rows, self.headers))
+        segments = np.diff(self.host.cu_seqlens_padded)
+        lengths = np.diff(self.host.cu_seqlens)[: self.num_samples]
+        of_sample = dict(
+            zip(np.searchsorted(self.host.cu_seqlens_padded, self.host.image_starts).tolist(), values, strict=True)
+        )
+        inputs = {}
+        for rule in family.tensors:
+            parts = [of_sample.get(number, {}).get(rule.name) for number in range(self.num_samples)]
+            value = joined(rule, parts, lengths.tolist(), segments.tolist())
+            if value is None and rule.rule == PER_TOKEN:
+                value = torch.zeros_like(self.input_ids, dtype=getattr(torch, rule.dtype))
+            if value is not None:
+                inputs[rule.name] = value if dtype is None or not value.is_floating_point() else value.to(dtype)
+        return inputs
 
     def image_inputs(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Returns what transformers' model of the family takes for the images held here, by argument.

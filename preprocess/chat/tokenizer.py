@@ -128,18 +128,18 @@ class ChatTokenizer:
 
 
 def load_tokenizer(
-    name: str = EMBEDDED, revision: str | None = None, family_name: str = DEFAULT_FAMILY
+    name: str = EMBEDDED, revision: str | None = None, family_name: str | Family = DEFAULT_FAMILY
 ) -> ChatTokenizer:
-    """Loads a tokenizer by hub id or folder.
+    """Loads a tokenizer by hub id or folder, for a family or its name.
 
     Raises:
         SourceError: If the tokenizer cannot be loaded, is not fast, or lacks special tokens of the family.
     """
     with nullcontext() if name == EMBEDDED or Path(name).exists() else hub_or_cache():
-        return _read_tokenizer(name, revision, family_name)
+        return _read_tokenizer(name, revision, family_name if isinstance(family_name, Family) else family(family_name))
 
 
-def _read_tokenizer(name: str, revision: str | None, family_name: str) -> ChatTokenizer:
+def _read_tokenizer(name: str, revision: str | None, made: Family) -> ChatTokenizer:
     try:
         hf = _loaded(name, revision)
     except (OSError, ValueError, ImportError) as error:
@@ -163,7 +163,6 @@ def _read_tokenizer(name: str, revision: str | None, family_name: str) -> ChatTo
         # Disables truncation and padding settings of tokenizer.json, which would apply to every row.
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
-    made = family(family_name)
     info = _describe(hf, name, made)
     relied = _relied_tokens(hf, info, made)
     flagged = frozenset(token.content for token in hf.added_tokens_decoder.values() if token.special)

@@ -23,8 +23,8 @@ RECIPE_DEPENDENT = _TURN_OPTIONS | _MEDIA_OPTIONS
 
 
 def require_tokenizer(spec: str, given: Collection[str]) -> None:
-    """Raises a SourceError if no tokenizer is given, except for the demo."""
-    if spec != DEMO and "tokenizer" not in given:
+    """Raises a SourceError if neither tokenizer nor processor is given, except for the demo."""
+    if spec != DEMO and not {"tokenizer", "processor"} & set(given):
         raise SourceError(
             f"SOURCE {spec}: give the tokenizer of your model, e.g. --tokenizer Qwen/Qwen3.5-9B. "
             f"(--tokenizer {EMBEDDED} selects a small one for trials, which fits no published model.)"

@@ -19,13 +19,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from vlmdata.cli.console import is_command, messages, results
-from vlmdata.errors import ConfigMismatchError, SourceError
+from vlmdata.errors import ConfigMismatchError, SourceError, UsageError
 from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.families.processor import PROCESSOR
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.machine import available_cores
 from vlmdata.media.c_library import keep_memory
 from vlmdata.media.codecs import REGISTRY as CODECS
-from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, family_of, load_tokenizer
+from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, family_of, load_tokenizer, told_family
 from vlmdata.preprocess.cli.command import PreprocessCommand
 from vlmdata.preprocess.cli.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
 from vlmdata.preprocess.cli.lengths_text import print_lengths
@@ -60,6 +61,11 @@ from vlmdata.workers import end_worker_server
 
 #: Without a terminal, prints a line at this count and at each doubling.
 _LEAST_COUNT = 64
+#: Why an option of the command is not for the general family.
+_WHY_NOT = {
+    "lengths": ", whose processor tells lengths only by making the samples",
+    "part": " with --trust-remote-code: `vlmdata finish` runs no code that a run recorded",
+}
 
 
 def run_command(command: PreprocessCommand) -> int:
@@ -146,8 +152,10 @@ def _warm_up(command: PreprocessCommand, engine: Engine, stores: Iterable[Store]
 
 
 def runs_own_code(command: PreprocessCommand) -> bool:
-    """Whether the run uses, or may find, an extension that is not built in. Such code may need any library."""
+    """Whether the run uses, or may find, code that is not built in, a processor too. Such code may need any library."""
     config = command.config
+    if config.processor is not None:
+        return True
     named = [(RECIPES, config.recipe), (FAMILIES, config.family), (ENGINES, command.engine)]
     named += [(CODECS, name) for name in (config.pixels, config.video.pixels) if name is not None]
     if "recipe" not in command.given:
@@ -164,7 +172,7 @@ def _finds_family(command: PreprocessCommand) -> bool:
 
 
 def _tokenizer_of(config: PreprocessConfig) -> ChatTokenizer:
-    return load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
+    return load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family)
 
 
 def _open_sources(command: PreprocessCommand, splits: Sequence[str | None], talk: Console) -> dict[str | None, Source]:
@@ -281,12 +289,41 @@ def _with_family(command: PreprocessCommand, talk: Console) -> PreprocessConfig:
         UsageError: If the image bounds do not fit the family.
     """
     config = command.config
-    if _finds_family(command):
+    if config.processor is not None:
+        config = _with_processor(command, config.processor, talk)
+    elif _finds_family(command):
         found = family_of(config.tokenizer, config.tokenizer_revision)
         if found != config.family:
             talk.print(f"family {found}, by the tokenizer's files", markup=False)
         config = dataclasses.replace(config, family=found)
     config.image.bounds(config.model_family)
+    return config
+
+
+def _with_processor(command: PreprocessCommand, processor: str, talk: Console) -> PreprocessConfig:
+    """Returns the config with the family of a known model, as if its tokenizer was given, or the general family."""
+    config = command.config
+    if "family" in command.given:
+        found = config.family
+    else:
+        try:
+            found = told_family(processor, config.tokenizer_revision) or PROCESSOR
+        except SourceError:  # a model of no family
+            found = PROCESSOR
+    if found != PROCESSOR:
+        if config.trust_remote_code:
+            raise UsageError(
+                f"--trust-remote-code has no effect with the family {found}; drop it, or give --family {PROCESSOR}"
+            )
+        talk.print(f"family {found}, by the processor's files", markup=False)
+        return dataclasses.replace(config, family=found, processor=None)
+    for name in ("part", "lengths"):
+        if getattr(command, name) is not None and (name == "lengths" or config.trust_remote_code):
+            raise UsageError(f"--{name} is not for the family {PROCESSOR}{_WHY_NOT[name]}. Omit it.")
+    config = dataclasses.replace(config, family=found)
+    talk.print(f"family {found}: {type(config.learned.runner.processor).__name__} makes the samples", markup=False)
+    for rule in config.learned.family.tensors:
+        talk.print(f"  {rule.name}: {rule.described}", markup=False)
     return config
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families.chat import IMAGE
+from vlmdata.families.processor import PROCESSOR
 from vlmdata.preprocess.chat.agreement import require_reserved
 from vlmdata.preprocess.chat.render import Renderer
 from vlmdata.preprocess.chat.targets import tokenize
@@ -41,6 +42,12 @@ def encode_document(
     """
     if not document.text.strip():
         raise RowRejected(Reason.EMPTY_DOCUMENT, f"no text to learn, and {counted(len(document.images), 'image')}")
+    if document.images and config.family == PROCESSOR:
+        raise RowRejected(
+            Reason.UNSUPPORTED_CONTENT,
+            f"a document with {counted(len(document.images), 'image')}: in the family {PROCESSOR}, only conversations "
+            "have images",
+        )
     weight = document_weight(document)
     info = renderer.tokenizer.info
     # Text first: it is cheap, and rejected documents need no image decoding.

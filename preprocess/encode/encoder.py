@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.families.processor import PROCESSOR
 from vlmdata.preprocess.chat.agreement import (
     blocks_in_text,
     is_unlike_inference,
@@ -141,6 +142,39 @@ class Encoder:
         rendered, tokens, turns = encode_turns(self.renderer, conversation, weights, self.config.train_think)
         spans = target_spans(tokens, turns, weights, self.config.train_think, rendered.text)
         dropped = self._dropped_reasoning(conversation, rendered.text, turns)
+        if self.config.family == PROCESSOR:
+            sample = self._processed(conversation, rendered, tokens, spans)
+        else:
+            sample = self._with_items(conversation, plans, images, tokens, spans)
+        return dataclasses.replace(
+            sample,
+            dropped_reasoning=len(dropped),
+            drops_last_reasoning=len(turns) in dropped and _ends_with_answer(conversation),
+            unlike_inference=is_unlike_inference(self.renderer, conversation, rendered.text, turns, weights),
+        )
+
+    def _processed(
+        self, conversation: Conversation, rendered: Rendered, tokens: Tokens, spans: TargetSpans
+    ) -> EncodedSample:
+        """Returns the sample that the model's processor makes of the rendered text and the images."""
+        from vlmdata.preprocess.encode.processed import processed  # imports torch
+
+        made = processed(conversation, rendered, tokens, spans, self.config)
+        length, kept = len(made.tokens), len(made.tokens)
+        if length > self.config.max_length:
+            kept = self._kept_length(length, len(tokens.ids), spans, len(conversation.media))
+        return self._finished(
+            made.tokens[:kept],
+            made.items(kept),
+            spans,
+            truncated=kept < length,
+            positions=made.positions[:, :kept],
+        )
+
+    def _with_items(
+        self, conversation: Conversation, plans: Plans, images: list[Views], tokens: Tokens, spans: TargetSpans
+    ) -> EncodedSample:
+        """Returns the sample with its images and videos; ``images`` has the first of them, and gets the others."""
         # Their sizes next: neither do samples that are too long.
         text, parts = len(tokens.ids), conversation.media
         written = sum(map(blocks_in_text, parts))
@@ -148,12 +182,7 @@ class Encoder:
         if placeholders is not None:
             self._kept_length(text - written + placeholders, text, spans, len(parts))
         images += encode_items(parts[len(images) :], plans, self.config)
-        return dataclasses.replace(
-            self._assemble(tokens.ids, spans, images),
-            dropped_reasoning=len(dropped),
-            drops_last_reasoning=len(turns) in dropped and _ends_with_answer(conversation),
-            unlike_inference=is_unlike_inference(self.renderer, conversation, rendered.text, turns, weights),
-        )
+        return self._assemble(tokens.ids, spans, images)
 
     def _dropped_reasoning(self, conversation: Conversation, text: str, turns: list[Turn]) -> list[int]:
         """Numbers the turns whose reasoning the sample should have and lacks; with a sample per turn, only its last."""
@@ -187,6 +216,17 @@ class Encoder:
         length = len(tokens)
         if truncated := length > self.config.max_length:
             tokens = tokens[: self._kept_length(length, len(ids), spans, len(images))]
+        return self._finished(tokens, images, spans, truncated=truncated)
+
+    def _finished(
+        self,
+        tokens: WeightedTokens,
+        images: Sequence[Views],
+        spans: TargetSpans,
+        *,
+        truncated: bool,
+        positions: npt.NDArray[np.int32] | None = None,
+    ) -> EncodedSample:
         chosen = spans.turn_weights if self.config.train_turns is TrainTurns.ALL else spans.turn_weights[-1:]
         return finish_sample(
             tokens,
@@ -196,6 +236,7 @@ class Encoder:
             target_turns=spans.turns,
             truncated=truncated,
             turn_weights=() if set(chosen) == {1.0} else spans.turn_weights,
+            positions=positions,
         )
 
     def _kept_length(self, length: int, text: int, spans: TargetSpans, images: int) -> int:

@@ -28,8 +28,7 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
         RowRejected: If the image cannot be used.
     """
     try:
-        decoded = decode_image(part.data, config.max_source_pixels, what)
-        pixels = _used(decoded.memory, part)
+        pixels, origin = used_pixels(part, config)
         height, width = pixels.shape[:2]
         views = _views(height, width, part, family, config.bounds(family), what)
     except MediaError as error:
@@ -42,11 +41,21 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
             memory = np.ascontiguousarray(memory[top : top + rows, left : left + columns])
         patches = resize_to_patches(memory, *view.size, family, part=view.part)
         grid = _grid(view, family)
-        origin = _origin(decoded) | _used_part(part) | (_place(number, view) if len(views) > 1 else {})
+        origin_of_view = origin | (_place(number, view) if len(views) > 1 else {})
         whole = view.is_whole and not _used_part(part)
         tokens = tokens_of((view,), family)
-        made.append(SampleItem(patches, grid, view.shape, tokens, origin, part.data, number, whole))
+        made.append(SampleItem(patches, grid, view.shape, tokens, origin_of_view, part.data, number, whole))
     return tuple(made)
+
+
+def used_pixels(part: ImagePart, config: ImageConfig) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
+    """Decodes an image. Returns the pixels of it that are used, uint8 (H, W, 3), and the facts of its file.
+
+    Raises:
+        MediaError: If the image cannot be used.
+    """
+    decoded = decode_image(part.data, config.max_source_pixels, part.field)
+    return _used(decoded.memory, part), _origin(decoded) | _used_part(part)
 
 
 def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> list[Views]:

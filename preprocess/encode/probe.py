@@ -12,6 +12,7 @@ from jinja2 import Environment
 
 from vlmdata.errors import SourceError, VlmdataError
 from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.families.processor import PROCESSOR
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import ItemPlace, Placement
@@ -52,9 +53,8 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
     except ValueError as error:
         raise SourceError(f"--chat-template-kwargs: {error}") from error
     least = config.model_family.smallest_image
-    config = dataclasses.replace(
-        config, image=ImageConfig(least, 4 * least), train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16
-    )
+    bounds = config.image if config.family == PROCESSOR else ImageConfig(least, 4 * least)
+    config = dataclasses.replace(config, image=bounds, train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16)
     encoder, remedy = Encoder(config, tokenizer), _REMEDY.format(family=config.family)
     rules = SampleRules(tokenizer.info, config.pad_multiple, True, config.model_family)
     for with_image in (False, True):

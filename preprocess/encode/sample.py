@@ -166,10 +166,11 @@ def finish_sample(
     target_turns: int = 0,
     truncated: bool = False,
     turn_weights: tuple[float, ...] = (),
+    positions: npt.NDArray[np.int32] | None = None,
 ) -> EncodedSample:
-    """Pads a sample's tokens and computes their positions."""
+    """Pads a sample's tokens and computes their positions, unless they are given, (axes, L)."""
     length, family, items = len(tokens), config.model_family, tuple(chain.from_iterable(views))
-    if items or np.isin(tokens.ids, info.all_placeholders).any():
+    if positions is None and (items or np.isin(tokens.ids, info.all_placeholders).any()):
         blocks = blocks_of(items, family, info)
         starts = blocks.locate(tokens.ids)
         grids, firsts = blocks.grids, blocks.firsts
@@ -185,14 +186,16 @@ def finish_sample(
     loss_weights[:length] = tokens.weights
     loss_mask = (loss_weights > 0).astype(np.uint8)
     position_ids = np.zeros((len(family.position_axes), padded), dtype=np.int32)
-    position_ids[:, :length] = family.position_ids(length, starts, grids, steps)
+    if positions is None:
+        positions = family.position_ids(length, starts, grids, steps)
+    position_ids[:, :length] = positions
     return EncodedSample(
         length=length,
         input_ids=input_ids,
         loss_mask=loss_mask,
         position_ids=position_ids,
         items=items,
-        item_starts=tuple(starts[firsts].tolist()),
+        item_starts=tuple(starts[firsts].tolist()) if len(firsts) else (0,) * len(items),
         target_turns=target_turns,
         truncated=truncated,
         loss_weights=None if np.array_equal(loss_weights, loss_mask) else loss_weights,

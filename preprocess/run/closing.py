@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmdata.errors import ConfigMismatchError, ResourceError
+from vlmdata.families.processor import learned_of
 from vlmdata.format.index_row import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash, summed
 from vlmdata.format.schema import (
@@ -95,6 +96,7 @@ def close_dataset(
             turns=summed(record.turns for record in records),
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
+            processor=learned_of(tokenizer.family),
         )
         lock.commit(MANIFEST_NAME, manifest.to_json())
     except OSError as error:

@@ -8,6 +8,8 @@ from os import PathLike
 from typing import Any
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
+from vlmdata.families import Family
+from vlmdata.families.processor import PROCESSOR
 from vlmdata.format.manifest import differences
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
@@ -119,7 +121,12 @@ def _made_shards(store: Store) -> tuple[ShardPlan, list[ShardRecord]] | Missing:
 def _tokenizer(store: Store, identity: Mapping[str, Any]) -> ChatTokenizer:
     """Loads the tokenizer that the run recorded, and checks that it is unchanged."""
     options, fingerprints = identity["config"]["options"], identity["config"]["fingerprints"]
-    tokenizer = load_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["family"])
+    family: str | Family = options["family"]
+    if family == PROCESSOR:  # without code of its own, which a run could name
+        from vlmdata.preprocess.processor import load_processor  # imports torch
+
+        family = load_processor(options["processor"], options["tokenizer_revision"]).family
+    tokenizer = load_tokenizer(options["tokenizer"], options["tokenizer_revision"], family)
     info = tokenizer.info
     recorded = {
         **identity["tokenizer"],

@@ -105,7 +105,7 @@ class Run:
     ) -> Run:
         """Prepares a run. Loads the tokenizer if it is None, and checks that it is usable."""
         if tokenizer is None:
-            tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
+            tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family)
         require_usable(tokenizer, config)
         require_columns(source, config.keep_columns)
         block = config.train_think is TrainThink.AUTO and opens_a_block(tokenizer, config.chat_template_kwargs)

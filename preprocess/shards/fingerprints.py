@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from vlmdata.families import REGISTRY as FAMILIES
-from vlmdata.families import family
-from vlmdata.format.manifest import differences
+from vlmdata.families import Family, family
+from vlmdata.families.processor import ProcessorFamily
+from vlmdata.format.manifest import canonical_hash, differences
 from vlmdata.format.schema import KIND_FEATURES, SCHEMA_VERSION
 from vlmdata.format.tokenizer_info import TokenizerInfo, tokenizer_to_json
 from vlmdata.media.codecs import RAW, VIDEO, libraries_of
@@ -49,6 +50,7 @@ _OTHER_MARKS = "(runs of earlier versions, and with --hash-source, know a source
 _REMEDIES = (
     ("config.options", "repeat the earlier options"),
     ("config.fingerprints.recipe", "restore the recipe's code"),
+    ("config.fingerprints.processor", "restore the processor's files"),
     ("config.fingerprints.family_source", "restore the code of the family's rules"),
     ("config.fingerprints.codec_source", "restore the codec's code"),
     ("config.fingerprints.video_codec_source", "restore the code of the videos' codec"),
@@ -76,19 +78,27 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
         "chat_template": tokenizer.chat_template,
         "recipe": recipe_fingerprint(config.recipe),
         _FAMILY_SOURCE: source_fingerprint(FAMILIES.target(config.family), made),
-        "processor": {
-            "patch_size": made.patch_size,
-            "merge_size": made.merge_size,
-            "temporal_patch_size": made.temporal_patch_size,
-            "resize": f"torchvision {made.resample} antialias uint8",
-            "image_mean": list(made.image_mean),
-            "image_std": list(made.image_std),
-        },
+        "processor": _processor_fingerprint(config, made),
         "libraries": {name: version(name) for name in _LIBRARIES},
         "decoders": decoder_versions(),
         **({} if made.video is None else {_VIDEO_DECODERS: video_versions()}),
         **({} if made.video is None else video_codec_fingerprints(config.pixels, config.video_codec.name)),
     } | codec_fingerprints(config.pixels)
+
+
+def _processor_fingerprint(config: PreprocessConfig, made: Family) -> dict[str, Any]:
+    """Returns what makes pixels of images: the family's rules, or the settings of a processor and what was learned."""
+    if isinstance(made, ProcessorFamily):
+        kind = type(config.learned.runner.processor).__name__
+        return {"class": kind, "settings": config.learned.settings, "learned": canonical_hash(made.to_json())}
+    return {
+        "patch_size": made.patch_size,
+        "merge_size": made.merge_size,
+        "temporal_patch_size": made.temporal_patch_size,
+        "resize": f"torchvision {made.resample} antialias uint8",
+        "image_mean": list(made.image_mean),
+        "image_std": list(made.image_std),
+    }
 
 
 def codec_fingerprints(name: str) -> dict[str, Any]:

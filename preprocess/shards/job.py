@@ -175,7 +175,7 @@ class ShardContext:
             SourceError: If the tokenizer is not that of the start of the run, ``expected``, which would change tokens.
         """
         if tokenizer is None:
-            tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
+            tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family)
         if tokenizer.info != expected:
             changed = differences(dataclasses.asdict(expected), dataclasses.asdict(tokenizer.info))
             raise SourceError(

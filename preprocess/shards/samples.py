@@ -23,7 +23,7 @@ from vlmdata.format.manifest import (
 from vlmdata.format.schema import BOX_IMAGES, KEPT, SHORTENED, VARIANT, sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
-from vlmdata.media.codecs import IMAGE, RAW, Item, Unsuitable, codec
+from vlmdata.media.codecs import IMAGE, RAW, VIDEO, Item, Unsuitable, codec
 from vlmdata.preprocess.config import PreprocessConfig, TrainTurns
 from vlmdata.preprocess.encode import EncodedSample, SampleItem
 from vlmdata.preprocess.encode.shorten import MAX_PIXELS, TURNS
@@ -170,7 +170,7 @@ def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, kn
             file = item.file if item.whole and item.kind == IMAGE else None
             given = Item(item.patches, item.shape, config.model_family, file)
             place = f"{item.kind}s[{sum(each.kind == item.kind for each in encoded.items[:number])}]"
-            codec = config.codec if item.kind == IMAGE else config.video_codec
+            codec = config.video_codec if item.kind == VIDEO else config.codec
             encoded_item = item.stored or known.get(item)
             made[item] = encoded_item or _encoded(codec.name, given, f"key {key}, {place}", place)
     return made

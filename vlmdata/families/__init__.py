@@ -18,6 +18,7 @@ REGISTRY = Registry[Family](
         "qwen2_5_vl": "vlmdata.families.qwen2_5_vl:FAMILY",
         "internvl": "vlmdata.families.internvl:FAMILY",
         "gemma4": "vlmdata.families.gemma4:FAMILY",
+        "processor": "vlmdata.families.processor:FAMILY",
     },
 )
 #: The family of datasets whose manifest has none (format 1.0), and of tokenizers that do not specify one.

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from vlmdata.families.base import Family
 from vlmdata.families.positions import locate_blocks
+from vlmdata.families.processor import ProcessorFamily
 
 Grid = tuple[int, int, int]
 
@@ -26,7 +27,8 @@ class Blocks:
         ids: int64 (sum of ``counts``,), the tokens of all blocks, one after another.
         steps: (B,), step of the first axis of positions within each block: int64, or float64 if one is a float.
         firsts: int64 (N,), number of the first block of each item.
-        placeholders: Ids of the placeholders of all kinds, and of the tokens between them.
+        placeholders: Ids of the placeholders of all kinds, and of the tokens between them; empty if only the model's
+            processor knows them.
     """
 
     grids: npt.NDArray[np.int64]
@@ -58,6 +60,8 @@ class Blocks:
         """
         of_items = [family.expansion(kind).blocks(grid) for kind, grid in items]
         numbers = np.array([len(blocks) for blocks in of_items], np.int64)
+        if isinstance(family, ProcessorFamily):
+            return cls._untold([grid for blocks in of_items for grid in blocks])
         grids = np.array([grid for blocks in of_items for grid in blocks], np.int64).reshape(-1, 3)
         placeholders = np.repeat(np.array([tokens[kind][0] for kind, _ in items], np.int64), numbers)
         counts = family.token_counts(grids)
@@ -80,12 +84,28 @@ class Blocks:
             placeholders=tuple(chain.from_iterable(tokens.values())),
         )
 
+    @classmethod
+    def _untold(cls, grids: Sequence[Grid]) -> Blocks:
+        """Returns blocks of no tokens, of items whose tokens only the model's processor knows."""
+        none, blocks = np.zeros(0, np.int64), len(grids)
+        return cls(
+            grids=np.array(grids, np.int64).reshape(-1, 3),
+            counts=np.zeros(blocks, np.int64),
+            tokens=np.full(blocks, -1, np.int64),
+            ids=none,
+            steps=np.ones(blocks, np.int64),
+            firsts=np.arange(blocks),
+            placeholders=(),
+        )
+
     def locate(self, input_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Returns the index of the first token of each block, int64 (B,).
+        """Returns the index of the first token of each block, int64 (B,); 0 if only the processor knows them.
 
         Raises:
             ValueError: If the placeholders in ``input_ids`` (L,) are not exactly these blocks.
         """
+        if not self.placeholders:
+            return np.zeros(len(self.counts), np.int64)
         return locate_blocks(input_ids, self.counts, self.ids, self.placeholders)
 
 

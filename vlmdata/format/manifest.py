@@ -11,13 +11,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import DEFAULT_FAMILY, Family, family
 from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.families.processor import PROCESSOR, ProcessorFamily
 from vlmdata.format.earlier import is_earlier, totals_from, totals_to
 from vlmdata.format.schema import (
     FORMAT_NAME,
@@ -133,6 +134,8 @@ class Manifest:
         created_by: Name and version of the writer.
         tokenizer_files: sha256 of each file in ``tokenizer/``. Empty in manifests of format 1.0.
         version: Of a version after the first: its number, parent, and what differs. Empty in the first.
+        processor: What was learned of the model's processor, in the family ``processor``
+            (:meth:`vlmdata.families.processor.ProcessorFamily.from_json`). Empty in others.
     """
 
     config: Mapping[str, Any]
@@ -153,15 +156,18 @@ class Manifest:
     created_by: str = ""
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
     version: Mapping[str, Any] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
         """sha256 that identifies the whole content: manifests are equal if and only if the data is."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
-    @property
+    @cached_property
     def model_family(self) -> Family:
         """Family of the samples."""
+        if self.family == PROCESSOR:
+            return ProcessorFamily.from_json(self.processor)
         return family(self.family or DEFAULT_FAMILY)
 
     @property
@@ -204,7 +210,7 @@ class Manifest:
             "shards": [counts_to_json(shard) for shard in self.shards],
         }
         # Omits fields that a manifest of format 1.0 lacks, so that reading one does not change its fingerprint.
-        for name in ("tokenizer_files", "unused_keys", "unknown_keys", "turns", "family", "version"):
+        for name in ("tokenizer_files", "unused_keys", "unknown_keys", "turns", "family", "version", "processor"):
             if not fields[name]:
                 del fields[name]
         return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.families.processor import TENSORS
 from vlmdata.media.codecs import IMAGE, REGISTRY, VIDEO, ItemShape, codec_feature
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ SCHEMA_VERSION = "2.0"
 READ_MAJORS = ("1", "2")
 LOSS_WEIGHTS, DOCUMENTS = "loss-weights", "documents"
 #: Feature of datasets with items of a kind, by kind. A reader without it rejects them.
-KIND_FEATURES = {IMAGE: "images", VIDEO: "videos"}
+KIND_FEATURES = {IMAGE: "images", VIDEO: "videos", TENSORS: "tensors"}
 #: Label of tokens that are no targets, as in PyTorch's losses.
 IGNORE_INDEX = -100
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.config import Reading, Service
+from vlmdata.loader.config import LoaderConfig, Reading, Service
 from vlmdata.loader.feed.pipeline import Filler
 from vlmdata.loader.mixture import expanded
 from vlmdata.loader.request.pack_request import RankStream
@@ -113,6 +113,25 @@ def open_data(
             raise UsageError(f"{unnamed}: no such directory. A collation service is grpc://{unnamed}")
         opened = [open_for_loading(location, cache_dir, cache_bytes) for location in locations]
     return OpenedData(tuple(dataset for dataset, _ in opened), tuple(shards for _, shards in opened), service)
+
+
+def require_for_tensors(config: LoaderConfig) -> None:
+    """Refuses what data of the family ``processor`` cannot have, as a UsageError that names it: its pixels are tensors.
+
+    Args:
+        config: The options.
+    """
+    reading, layout = config.reading, config.parallelism
+    sliced = layout.context_parallel_rank is not None or layout.vision_rank is not None
+    if reading.pixels != "uint8":
+        raise UsageError(
+            f"pixels is {reading.pixels!r}, and the data has tensors of a processor: take batch.model_inputs(dtype)"
+        )
+    if sliced:
+        raise UsageError(
+            "context_parallel_rank and vision_rank divide images, and the data has tensors of a processor, which only "
+            "the whole pack has. Omit them, or preprocess for a family (docs/families.md)"
+        )
 
 
 def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:

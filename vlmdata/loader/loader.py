@@ -16,9 +16,10 @@ import torch
 
 from vlmdata.batch import PackedBatch, Slice
 from vlmdata.errors import ConfigMismatchError, UsageError
+from vlmdata.families.processor import ProcessorFamily
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
-from vlmdata.loader.data import locations_of, open_data, require_one_tokenizer
+from vlmdata.loader.data import locations_of, open_data, require_for_tensors, require_one_tokenizer
 from vlmdata.loader.feed.iteration import LoaderDataset, LoaderIterator, NoDataLoader, OneThread
 from vlmdata.loader.feed.pipeline import Filler
 from vlmdata.loader.feed.session import CurrentSession, LoadedBatch, Session
@@ -124,6 +125,8 @@ class StreamingLoader(NoDataLoader):
                 "read the datasets themselves"
             )
         require_one_tokenizer(self.datasets)
+        if isinstance(self.datasets[0].family, ProcessorFamily):
+            require_for_tensors(self.config)
         if "pixels" in reading.wanted_parts and self._service is None:
             require_codecs({feature for dataset in self.datasets for feature in dataset.manifest.features})
         return sample_table(self.datasets)

@@ -12,6 +12,11 @@ from PIL import Image
 _WEBP_QUALITY = 78
 
 
+def picture_of(pixels: npt.NDArray[np.uint8]) -> Image.Image:
+    """Returns pixels, uint8 (H, W, 3), as an image of Pillow."""
+    return Image.fromarray(np.ascontiguousarray(pixels))
+
+
 def image_file(pixels: npt.NDArray[np.uint8], format: Literal["png", "webp"], longest: int | None = None) -> bytes:
     """Writes pixels as an image file.
 
@@ -20,7 +25,7 @@ def image_file(pixels: npt.NDArray[np.uint8], format: Literal["png", "webp"], lo
         format: "png" or "webp".
         longest: Longest side in pixels; larger images are shrunk.
     """
-    image = Image.fromarray(np.ascontiguousarray(pixels))
+    image = picture_of(pixels)
     if longest is not None and max(image.size) > longest:
         image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

@@ -235,6 +235,7 @@ def _close(parts: Sequence[_Part], out: Store) -> Manifest:
         family=first.family,
         created_by=f"vlmdata {__version__}",
         tokenizer_files=first.tokenizer_files,
+        processor=first.processor,
     )
 
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from vlmdata.batch import VIDEO_ARRAYS, HostArrays, PackedBatch, PackItems, SampleOrigin
+from vlmdata.families.processor import ProcessorFamily
+from vlmdata.families.tensors import headers_of
 from vlmdata.loader.feed.device import DeviceCopy, DeviceMover
 from vlmdata.loader.feed.pipeline import Filler, Pipeline
 from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
@@ -128,7 +130,16 @@ def _batch_of(request: PackRequest, buffer: npt.NDArray[np.uint8], masked: tuple
         host=host,
         family=pack.family,
         masked=masked,
+        headers=_headers(request, fields.get("patches")),
     )
+
+
+def _headers(request: PackRequest, patches: torch.Tensor | None) -> npt.NDArray[np.int64] | None:
+    """Returns the headers of the records of a processor's tensors; None for other families."""
+    family = request.pack.family
+    if not isinstance(family, ProcessorFamily) or patches is None:
+        return None
+    return headers_of(family, patches.numpy(), request.pack.images.rows.tolist())
 
 
 def _host_arrays(request: PackRequest, blocks: torch.Tensor | None) -> HostArrays:
