@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
@@ -13,9 +13,8 @@ from typer.core import TyperGroup
 
 from vlmdata.errors import ResourceError, VlmdataError
 from vlmdata.options import documentation
+from vlmdata.registry import Registry, not_callable
 from vlmdata.version import __version__
-
-GROUP = "vlmdata.commands"
 
 #: Exit codes, also in the README: done; done, but the data failed a check; the command could not run; out of space or
 #: workers; interrupted.
@@ -23,23 +22,29 @@ EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1,
 
 #: The built-in commands, in the order of the help. A table, and no entry points: those are read when a package is
 #: installed, so a command that is added to an installed checkout, or renamed, would not be found.
-COMMANDS = {
-    "preprocess": "vlmdata.preprocess.cli.preprocess:preprocess",
-    "finish": "vlmdata.preprocess.cli.finish:finish",
-    "join": "vlmdata.cli.join:join",
-    "select": "vlmdata.cli.select:select",
-    "diff": "vlmdata.cli.diff:diff",
-    "verify": "vlmdata.cli.verify:verify",
-    "inspect": "vlmdata.cli.inspect:inspect",
-    "plan": "vlmdata.cli.plan:plan",
-    "serve": "vlmdata.cli.serve:serve",
-    "recode": "vlmdata.preprocess.cli.recode:recode",
-    "retokenize": "vlmdata.preprocess.cli.retokenize:retokenize",
-    "train": "vlmdata.train:train",
-    "convert": "vlmdata.model.weights.command:convert",
-    "check-model": "vlmdata.cli.check_model:check_model",
-    "prune": "vlmdata.cli.prune:prune",
-}
+COMMANDS = Registry[Callable[..., None]](
+    "command",
+    "vlmdata.commands",
+    "vlmdata",
+    not_callable,
+    {
+        "preprocess": "vlmdata.preprocess.cli.preprocess:preprocess",
+        "finish": "vlmdata.preprocess.cli.finish:finish",
+        "join": "vlmdata.cli.join:join",
+        "select": "vlmdata.cli.select:select",
+        "diff": "vlmdata.cli.diff:diff",
+        "verify": "vlmdata.cli.verify:verify",
+        "inspect": "vlmdata.cli.inspect:inspect",
+        "plan": "vlmdata.cli.plan:plan",
+        "serve": "vlmdata.cli.serve:serve",
+        "recode": "vlmdata.preprocess.cli.recode:recode",
+        "retokenize": "vlmdata.preprocess.cli.retokenize:retokenize",
+        "train": "vlmdata.train:train",
+        "convert": "vlmdata.model.weights.command:convert",
+        "check-model": "vlmdata.cli.check_model:check_model",
+        "prune": "vlmdata.cli.prune:prune",
+    },
+)
 
 #: Commands that continue where an interrupted one ended.
 _CONTINUING = (["preprocess"], ["join"], ["select"], ["recode"], ["retokenize"])
@@ -50,7 +55,7 @@ class _Interrupted(Exception):
 
 
 class _Commands(TyperGroup):
-    """The commands: built in, or entry points of other packages. Each is imported on use."""
+    """The commands: built in, of other packages, or the user's as ``file.py:function``. Each is imported on use."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -59,22 +64,19 @@ class _Commands(TyperGroup):
             raise _Interrupted from None
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(dict.fromkeys([*COMMANDS, *sorted(entry_points(group=GROUP).names)]))
+        return COMMANDS.names()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = list(entry_points(group=GROUP, name=cmd_name))
-        if cmd_name in COMMANDS:
-            found = [EntryPoint(cmd_name, COMMANDS[cmd_name], GROUP)]
-        if not found:
+        if ":" not in cmd_name and not COMMANDS.knows(cmd_name):
             return None
-        command = found[0].load()
+        command = COMMANDS.find(cmd_name)
         single = typer.Typer(add_completion=False, rich_markup_mode="markdown", context_settings=_HELP)
         single.command(cmd_name, help=documentation(command))(command)
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = self.list_commands(ctx)
-        if args[0] not in known and not args[0].startswith("-"):
+        if ":" not in args[0] and args[0] not in known and not args[0].startswith("-"):
             close = get_close_matches(args[0], known, n=1)
             remedy = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(known)}."
             ctx.fail(f"No such command {args[0]!r}. {remedy}")

@@ -16,7 +16,7 @@ import termios
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ import pytest
 
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, Ended, environment, run, start
-from vlmdata import __version__
+from tests.preprocess.extend_pages import write_example
+from vlmdata import __version__, registry
 from vlmdata.cli.main import COMMANDS, main
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.loader.config import loader_options
@@ -94,13 +95,26 @@ class TestHelp:
         self, vlmdata: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Those of other packages are what was installed; its own do not depend on that."""
-        added = EntryPoint("count", "collections:Counter", "vlmdata.commands")
-        monkeypatch.setattr("vlmdata.cli.main.entry_points", lambda **_: EntryPoints([added]))
+        monkeypatch.setattr(registry, "_installed", lambda group: {"count": "collections:Counter"})
         ended = vlmdata("--help")
         assert ended.code == 0
         assert re.findall(r"^│ ([\w-]+) ", ended.stdout, re.MULTILINE)[-16:] == [*COMMANDS, "count"]
         for place in COMMANDS.values():
             assert callable(EntryPoint("", place, "").load())
+
+    def test_a_command_of_the_users_file_runs_by_its_file_or_as_an_installed_one(
+        self, vlmdata: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """That of docs/extend/command.md."""
+        name = f"{tmp_path / write_example('command.md', tmp_path)}.py:shards"
+        (tmp_path / "manifest.json").write_text("{}")
+        ended = vlmdata(name, tmp_path)
+        assert (ended.code, "has no shards" in ended.said) == (2, True), ended.said
+        assert "Print the names and sizes of shards." in vlmdata(name, "--help").said
+        assert "has no attribute 'nothing'" in vlmdata(name.replace(":shards", ":nothing")).said
+        assert "vlmdata shards" not in vlmdata("shards").stdout
+        monkeypatch.setattr(registry, "_installed", lambda group: {"shards": name})
+        assert vlmdata("shards", tmp_path).said == ended.said
 
     def test_is_there_without_docstrings(self, vlmdata: Callable[..., Ended]) -> None:
         """Under ``python -OO``, for the command and for each option of the loader."""
