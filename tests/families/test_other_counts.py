@@ -134,7 +134,14 @@ def test_copies_have_the_same_samples(place: Place, data: VlmDataset) -> None:
     place.run("diff", "data", "zstd")
     (place.folder / "again" / "index.parquet").unlink()
     place.preprocess("--out", "again", "--rows-per-shard", "4")  # from the shards
-    for name in ("some", "zstd", "again"):
+    for part in ("1/2", "2/2"):
+        place.preprocess("--out", "parts", "--rows-per-shard", "4", "--part", part)
+    place.run("finish", "parts")
+    place.run("select", "data", "--where", "num_images == 0", "--out", "others")
+    place.run("join", "some", "others", "--out", "joined")
+    place.run("verify", "joined", "-j", 1)
+    assert sorted(map(_ids, vlmdata.open_dataset("joined"))) == sorted(map(_ids, data))
+    for name in ("some", "zstd", "again", "parts"):
         place.run("verify", name, "-j", 1)
         copy = vlmdata.open_dataset(name)
         assert len(copy) == (data.index.item_counts > 0).sum() if name == "some" else len(data)
@@ -146,6 +153,11 @@ def test_copies_have_the_same_samples(place: Place, data: VlmDataset) -> None:
     assert (place.folder / "again" / "index.parquet").read_bytes() == (
         place.folder / "data" / "index.parquet"
     ).read_bytes()
+
+
+def _ids(sample: Any) -> list[int]:
+    ids: list[int] = sample.input_ids.tolist()
+    return ids
 
 
 def test_batches_have_them_and_a_server_gives_the_same(place: Place, data: VlmDataset) -> None:
