@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,12 @@ def run(out: Path, rows: int) -> None:
         server.wait()
 
 
+def awaited(coroutine: Any) -> Any:
+    """Runs a coroutine in a thread: Jupyter has an event loop of its own in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
 def compare(url: str, out: Path) -> None:
     """Ids and pixels are those of the dataset, to the last bit, and rollouts of a prompt share them."""
     dataset, stored = Rewarded([url], config={"longest": 4096}), open_dataset(out)
@@ -104,9 +111,9 @@ def compare(url: str, out: Path) -> None:
     tokenizer, tokens = AutoTokenizer.from_pretrained(out / "tokenizer"), 0
     for number in range(len(dataset)):
         row = dataset[number]
-        several = [asyncio.run(loop.ct_build_initial_tokens(row["raw_prompt"])) for _ in range(4)]
+        several = [awaited(loop.ct_build_initial_tokens(row["raw_prompt"])) for _ in range(4)]
         (ids,) = {tuple(each) for each in several}
-        images = asyncio.run(loop.process_multi_modal_info(row["raw_prompt"]))["images"]
+        images = awaited(loop.process_multi_modal_info(row["raw_prompt"]))["images"]
         output = SimpleNamespace(extra_fields={"raw_prompt": row["raw_prompt"]})
         inputs = worker._compute_multi_modal_inputs(output, torch.tensor([ids]))
         again = worker._compute_multi_modal_inputs(output, torch.tensor([ids]))

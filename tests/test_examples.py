@@ -1,20 +1,23 @@
-"""The scripts in ``examples/`` run as they are, and find what they promise: they check it themselves.
+"""The examples find what they promise: they check it themselves. Notebooks are run, which are the scripts in cells.
 
-They run in the test's own process, and so do the ``vlmdata`` commands that they wait for: a process of each would spend
-most of its time with imports. What needs a process of its own, the trainer and the server, is forked.
+They run in the test's own process, in an event loop as in Jupyter. So do the ``vlmdata`` commands that they wait for: a
+process of each would spend most of its time with imports. What needs one, the trainer and the server, is forked.
 """
 
 from __future__ import annotations
 
-import runpy
+import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.forked import MODELS, Forked
+from tools.notebooks import OF_NOTEBOOK, OF_SCRIPT, notebook
 from vlmdata.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,13 +44,28 @@ VLMDATA = str(Path(sys.executable).with_name("vlmdata"))
 pytestmark = pytest.mark.slow
 
 
-def test_each_example_is_run() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == SCRIPTS.keys()
+def test_each_example_is_run_and_a_notebook_of_the_same_code() -> None:
+    scripts = list((ROOT / "examples").glob("*.py"))
+    assert {path.stem for path in scripts} == SCRIPTS.keys()
+    for path in scripts:
+        assert path.read_text().count(OF_SCRIPT) == 1
+        assert path.with_suffix(".ipynb").read_text() == notebook(path.read_text()), "run python -m tools.notebooks"
+
+
+async def run_cells(name: str, options: list[str]) -> None:
+    """Runs the code of a notebook with options in its place, as a main module."""
+    cells = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
+    module = ModuleType("__main__")
+    for number, cell in enumerate(each for each in cells if each["cell_type"] == "code"):
+        code = "".join(cell["source"]).replace(OF_NOTEBOOK, f"parser.parse_args({options})")
+        exec(compile(code, f"{name}, cell {number}", "exec"), module.__dict__)
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def commands(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs ``vlmdata`` here where a script waits for it, forks ``train`` and servers, and names the commands."""
+    if name == "rollouts":
+        import ray  # noqa: F401  # it derives classes from Popen, which is replaced here
     commands: list[str] = []
     usual_run, usual_start = subprocess.run, subprocess.Popen
 
@@ -90,13 +108,10 @@ def test_an_example_runs(
     commands: list[str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    if name == "rollouts":
-        import ray  # noqa: F401  # it derives classes from Popen, which the commands replace
     if name == "receipts":
         pytest.importorskip("megatron.core")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "argv", [f"examples/{name}.py", "--out", str(tmp_path / "out"), *SCRIPTS[name]])
-    runpy.run_path(f"examples/{name}.py", run_name="__main__")
+    asyncio.run(run_cells(name, ["--out", str(tmp_path / "out"), *SCRIPTS[name]]))
     assert EXPECTED[name] in capfd.readouterr().out
     assert set(commands) == COMMANDS[name]
