@@ -49,6 +49,14 @@ class PreprocessCommand:
             "`train` and `validation` in --out."
         ),
     ] = None
+    holdout_by: Annotated[
+        str | None,
+        data_option(
+            "Keep rows with the same image on one side of --holdout (`image`: by the bytes of the files that the "
+            "recipe reads), or rows with the same value of a column (its name, such as `meta.document`).",
+            metavar="image|COLUMN",
+        ),
+    ] = None
     #: Options that affect the bytes; its recipe, tokenizer and family count only if the user gave them.
     config: PreprocessConfig = field(default_factory=PreprocessConfig)
     workers: Annotated[
@@ -140,6 +148,8 @@ class PreprocessCommand:
             raise ValueError(f"max_reject_rate is {self.max_reject_rate}; it must be between 0 and 1")
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise ValueError(f"holdout is {self.holdout}; it must be between 0 and 1")
+        if self.holdout_by is not None and (self.holdout is None or not self.holdout_by):
+            raise ValueError(f"holdout_by is {self.holdout_by!r}; give `image` or a column, and --holdout with it")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers is {self.workers}; it must be at least 1")
         if self.trace is not None and self.as_json:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from vlmdata.cli.console import results
 from vlmdata.families import family
+from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import (
     DROPPED_REASONING,
@@ -32,6 +34,7 @@ from vlmdata.format.manifest import (
     summed,
 )
 from vlmdata.format.schema import INDEX_NAME, KIND_FEATURES, LEDGER_NAME
+from vlmdata.format.selection import SELECTION
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.terminal.draw import histogram_table
 from vlmdata.inspect.text import one_line
@@ -70,6 +73,7 @@ class Report:
     has_turns: bool  # whether any sample is a conversation
     served: Bounds | None = None  # image bounds of the model's own processor
     left_out: int = 0  # rejected candidates that do not count for the rate: the dataset before lacks them too
+    in_train: tuple[int, int] | None = None  # distinct images of the held-out side, and those that train has too
 
     @property
     def manifest(self) -> Manifest:
@@ -117,6 +121,11 @@ class Report:
     def _ledger(self) -> str:
         return self.store.path(LEDGER_NAME)
 
+    def index(self) -> DatasetIndex:
+        """Reads the index of the dataset."""
+        with self.store.local(INDEX_NAME) as folder:
+            return DatasetIndex.read(folder / INDEX_NAME)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON form."""
         return {
@@ -144,6 +153,7 @@ class Report:
             "version": self.manifest.version.get("number", 1),
             "version_made": self.result.version is not None,
             **({"rows": self.result.version.changes} if self.result.version is not None else {}),
+            **({} if self.in_train is None else {"distinct_images": self.in_train[0], "in_train": self.in_train[1]}),
             "seconds": round(self.seconds, 3),
         }
 
@@ -177,6 +187,10 @@ class Report:
             lines.append(f"version {version.number}: rows {rows}. Version {version.number - 1} stays as it was.")
         elif not (self.result.made or self.result.repaired or self.result.closed):
             lines.append(f"no row has changed since version {self.manifest.version.get('number', 1)}: nothing to do")
+        if self.in_train is not None and self.in_train[1]:
+            images, shared = self.in_train
+            remedy = "" if "by" in self.manifest.source[SELECTION] else "; --holdout-by image keeps each on one side"
+            lines.append(f"{shared:,} of {counted(images, 'distinct image')} are in train too{remedy}")
         if self.result.repaired:
             lines.append(f"recreated and equal to the manifest: {', '.join(self.result.repaired)}")
         if self.manifest.totals.samples:
@@ -248,6 +262,12 @@ class Report:
             table.add_row(f"  {reason}", f"{count:,}", remark, style=style)
         table.add_row("time", duration(self.seconds), f"{counted(self.result.made, 'shard')} made{kept}")
         return table
+
+
+def with_shared_images(report: Report, train: Report) -> Report:
+    """Returns the report of held-out rows with the number of their images, by decoded pixels, that train has too."""
+    held, known = (np.unique(each.index().pixel_checksums) for each in (report, train))
+    return dataclasses.replace(report, in_train=(len(held), len(np.intersect1d(held, known, assume_unique=True))))
 
 
 def report_of(

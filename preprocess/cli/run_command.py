@@ -32,7 +32,7 @@ from vlmdata.preprocess.cli.effects import refuse_foreign_options, refuse_withou
 from vlmdata.preprocess.cli.lengths_text import print_lengths
 from vlmdata.preprocess.cli.locations import output_store, source_place
 from vlmdata.preprocess.cli.progress import ProgressDisplay
-from vlmdata.preprocess.cli.report import PartReport, Report, report_of, show
+from vlmdata.preprocess.cli.report import PartReport, Report, report_of, show, with_shared_images
 from vlmdata.preprocess.cli.served import served_bounds
 from vlmdata.preprocess.cli.trace_text import print_trace
 from vlmdata.preprocess.config import EMBEDDED, PreprocessConfig
@@ -45,6 +45,7 @@ from vlmdata.preprocess.recipes.base import PARTS, load_recipe
 from vlmdata.preprocess.recipes.choice import choose_recipe, first_rows, media_for, misfit, recipe_for
 from vlmdata.preprocess.recipes.image_files import listed
 from vlmdata.preprocess.recipes.media import require_image_root
+from vlmdata.preprocess.recipes.pictures import ByImage
 from vlmdata.preprocess.registries import ENGINES, READERS, RECIPES
 from vlmdata.preprocess.run.claim import Part
 from vlmdata.preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
@@ -52,7 +53,8 @@ from vlmdata.preprocess.run.directory import rows_per_shard_in
 from vlmdata.preprocess.run.lengths import measure_lengths
 from vlmdata.preprocess.run.limits import parse_limits
 from vlmdata.preprocess.run.trace import number_in_source, trace_row
-from vlmdata.preprocess.sources.holdout import TRAIN, VALIDATION, hold_out
+from vlmdata.preprocess.shards.kept_columns import require_columns
+from vlmdata.preprocess.sources.holdout import TRAIN, VALIDATION, ByColumn, Grouping, hold_out
 from vlmdata.preprocess.sources.open import DEMO, open_source
 from vlmdata.preprocess.sources.rows import Source
 from vlmdata.storage import Store
@@ -100,12 +102,17 @@ def run_command(command: PreprocessCommand) -> int:
     with _counting(talk, "row", "read to divide them") as read:
         workers = command.workers or available_cores()
         preload = preloaded(runs_own_code(command))
-        outputs = divide(sources, store, holdout=command.holdout, workers=workers, preload=preload, on_rows=read)
+        by = _grouping(command, sources)
+        outputs = divide(sources, store, holdout=command.holdout, by=by, workers=workers, preload=preload, on_rows=read)
     with errors_named(engine):
         workers = command.workers or engine.default_workers(command.config)
     reports: dict[str | None, Report | PartReport] = {}
     for output in outputs:
-        report = reports[output.name] = _make(output, command, tokenizer, engine, workers, part, talk)
+        report = _make(output, command, tokenizer, engine, workers, part, talk)
+        train = reports.get(TRAIN) if command.holdout is not None else None
+        if isinstance(report, Report) and isinstance(train, Report):
+            report = with_shared_images(report, train)
+        reports[output.name] = report
         show(report, talk, command.as_json)
     if command.as_json:
         summaries = {name: report.to_json() for name, report in reports.items()}
@@ -132,6 +139,17 @@ def _opened(
     talk.print(f"opening {command.source} …", markup=False, soft_wrap=True)
     sources = _open_sources(command, names, talk)
     return dataclasses.replace(command, config=_with_recipe(command, sources, talk)), tokenizer, sources
+
+
+def _grouping(command: PreprocessCommand, sources: Mapping[str | None, Source]) -> Grouping | None:
+    """Returns what rows of one side of a holdout may not share with those of the other."""
+    if command.holdout_by is None:
+        return None
+    if command.holdout_by == ByImage.name:
+        return ByImage(command.config)
+    for source in sources.values():
+        require_columns(source, [command.holdout_by], "--holdout-by")
+    return ByColumn(command.holdout_by)
 
 
 def _made(command: PreprocessCommand, splits: Sequence[str | None]) -> Sequence[str | None]:
@@ -414,6 +432,7 @@ def divide(
     store: Store,
     *,
     holdout: float | None,
+    by: Grouping | None = None,
     workers: int,
     preload: Sequence[str],
     on_rows: Callable[[int], None],
@@ -436,5 +455,5 @@ def divide(
     if holdout is None:
         return [Output(name, source, store.below(str(name)), name) for name, source in sources.items()]
     (source,) = sources.values()
-    sides = hold_out(source, holdout, workers=workers, preload=preload, on_rows=on_rows)
+    sides = hold_out(source, holdout, by, workers=workers, preload=preload, on_rows=on_rows)
     return [Output(side, rows, store.below(side)) for side, rows in sides.items()]

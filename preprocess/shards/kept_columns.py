@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vlmdata.errors import SourceError, UsageError
 from vlmdata.format.source_columns import storable
 from vlmdata.preprocess.row import Row
-from vlmdata.preprocess.sources.rows import Source
+from vlmdata.preprocess.sources.rows import Source, column_value
 
 
 def kept_values(row: Row, names: Sequence[str]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def kept_values(row: Row, names: Sequence[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         try:
-            value = storable(_value(row.values, name))
+            value = storable(column_value(row.values, name))
         except TypeError as error:
             raise UsageError(
                 f"--keep-columns {name}: row {row.number} has {error} there. Name columns of numbers, text, truth "
@@ -31,8 +31,8 @@ def kept_values(row: Row, names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def require_columns(source: Source, names: Sequence[str]) -> None:
-    """Checks names against the columns that every row has; nothing if rows may differ.
+def require_columns(source: Source, names: Sequence[str], option: str = "--keep-columns") -> None:
+    """Checks names that an option has against the columns that every row has; nothing if rows may differ.
 
     Raises:
         SourceError: If there is no such column.
@@ -40,14 +40,4 @@ def require_columns(source: Source, names: Sequence[str]) -> None:
     columns = source.rows.columns()
     for name in names:
         if columns and name not in columns and name.partition(".")[0] not in columns:
-            raise SourceError(f"--keep-columns {name}: the source has no such column. Columns: {', '.join(columns)}")
-
-
-def _value(values: Any, name: str) -> Any:
-    """Returns a value by its name, or by the names of mappings within each other."""
-    if not isinstance(values, Mapping):
-        return None
-    if name in values:
-        return values[name]
-    first, dot, rest = name.partition(".")
-    return _value(values.get(first), rest) if dot else None
+            raise SourceError(f"{option} {name}: the source has no such column. Columns: {', '.join(columns)}")

@@ -2,18 +2,21 @@
 
 A row stays on its side with more rows, another order or another kind of file. Equal rows are on the same side. A larger
 share includes the rows of a smaller one.
+
+Rows may be divided by what several have in common, such as their images (:class:`Grouping`, docs/decisions/0137).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +25,8 @@ import xxhash
 from vlmdata.errors import ResourceError, SourceError
 from vlmdata.format.selection import SELECTION, rows_digest
 from vlmdata.preprocess.reject import RowRejected
-from vlmdata.preprocess.sources.rows import Rows, Source
+from vlmdata.preprocess.row import Row
+from vlmdata.preprocess.sources.rows import Source, column_value
 from vlmdata.preprocess.sources.webdataset import KEY_COLUMN
 from vlmdata.wording import counted
 from vlmdata.workers import WorkersDied, in_workers
@@ -38,9 +42,37 @@ _LONGEST_FLOAT = 24
 _CHUNK = 1 << 13  # rows
 
 
+class Grouping(Protocol):
+    """What several rows may have in common, by which they are held out together. Cheap to pickle."""
+
+    @property
+    def name(self) -> str:
+        """As given to ``--holdout-by``, for the manifest and messages."""
+
+    def prepare(self, source: Source) -> Callable[[Row], Sequence[int]]:
+        """Returns what gives 64-bit hashes of a row. Rows that share one are on one side; a row may have none."""
+
+
+@dataclass(frozen=True)
+class ByColumn:
+    """Divides rows by the value of a column, which may be within a mapping: ``meta.document``."""
+
+    name: str
+
+    def prepare(self, source: Source) -> Callable[[Row], Sequence[int]]:
+        """Returns what gives the hash of the value. Values count as in :func:`content_hash`."""
+
+        def hashes(row: Row) -> Sequence[int]:
+            value = column_value(row.values, self.name)
+            return () if value is None or value == "" else (_hash(_as_text(value)),)
+
+        return hashes
+
+
 def hold_out(
     source: Source,
     share: float,
+    by: Grouping | None = None,
     *,
     workers: int = 1,
     preload: Sequence[str] = (),
@@ -48,25 +80,30 @@ def hold_out(
 ) -> dict[str, Source]:
     """Divides a source into ``train`` and ``validation``, under their old numbers. Reads all rows, but decodes nothing.
 
-    ``share`` is between 0 and 1; a SourceError if a side would be empty. The result does not depend on the number of
-    ``workers``, which import the modules ``preload`` before they are forked. ``on_rows`` is called occasionally with
+    ``share`` is between 0 and 1; a SourceError if a side would be empty. Rows that are connected by what they have in
+    common (``by``) are on one side; rows that have nothing, by their content. The result does not depend on the number
+    of ``workers``, which import the modules ``preload`` before they are forked. ``on_rows`` is called occasionally with
     the number of rows read so far.
     """
-    held, done = np.zeros(source.num_rows, dtype=bool), 0
-    jobs = [range(start, min(start + _ROWS_PER_JOB, len(held))) for start in range(0, len(held), _ROWS_PER_JOB)]
-    with closing(_parts(source.rows, share, jobs, workers, preload)) as parts:
+    rows, done = source.num_rows, 0
+    jobs = [range(start, min(start + _ROWS_PER_JOB, rows)) for start in range(0, rows, _ROWS_PER_JOB)]
+    found: dict[int, _Hashes] = {}
+    with closing(_parts(source, share, by, jobs, workers, preload)) as parts:
         for start, part in parts:
-            held[start : start + len(part)] = part
-            on_rows(done := done + len(part))
+            found[start] = part
+            on_rows(done := done + len(part[0]))
+    held = _held_out([found[job.start] for job in jobs], share)
+    option = f"--holdout {share}{f' --holdout-by {by.name}' if by else ''}"
     divided = {}
     for side, mask in ((TRAIN, ~held), (VALIDATION, held)):
         numbers = np.flatnonzero(mask)
         if not len(numbers):
             raise SourceError(
-                f"--holdout {share}: of {counted(len(mask), 'row')} none would be for {side}; "
+                f"{option}: of {counted(len(mask), 'row')} none would be for {side}; "
                 f"choose a {'smaller' if side == TRAIN else 'larger'} share"
             )
-        selection = {"holdout": share, "side": side, "of_rows": len(mask), "rows_sha256": rows_digest(numbers)}
+        selection = {"holdout": share, **({} if by is None else {"by": by.name}), "side": side}
+        selection |= {"of_rows": len(mask), "rows_sha256": rows_digest(numbers)}
         identity = {**source.identity, "rows": len(numbers), SELECTION: selection}
         divided[side] = dataclasses.replace(source, numbers=SelectedRows.of(mask), identity=identity)
     return divided
@@ -84,9 +121,13 @@ def content_hash(values: Mapping[str, Any]) -> int:
     regardless of name, and image files by their path. Keys without a value count as absent, and 1.0 as 1, because both
     depend on other rows in some kinds of files. The key of a WebDataset sample is ignored.
     """
-    digest = xxhash.xxh3_64()
     columns = {name: _as_text(value) for name, value in values.items() if name != KEY_COLUMN and value is not None}
-    _feed(digest.update, {name: value for name, value in columns.items() if value != ""})  # as an empty field of CSV
+    return _hash({name: value for name, value in columns.items() if value != ""})  # as an empty field of CSV
+
+
+def _hash(value: Any) -> int:
+    digest = xxhash.xxh3_64()
+    _feed(digest.update, value)
     return digest.intdigest()
 
 
@@ -139,16 +180,54 @@ def _feed(update: Callable[[bytes], object], value: Any) -> None:
         update(data)
 
 
+#: Number of hashes of each row, int64 (n,), and the hashes of all, uint64.
+type _Hashes = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]
+type _Job = Callable[[range], tuple[int, _Hashes]]
+
+
+def _held_out(parts: Sequence[_Hashes], share: float) -> npt.NDArray[np.bool_]:
+    """Returns which rows are held out, bool (n,), given the hashes of what they have in common.
+
+    Rows that are connected by common hashes go with one of these, whichever is the first in an order that is random but
+    fixed. So the side of a group does not depend on its size, and one that grows stays where it is or joins another.
+    """
+    counts = np.concatenate([np.zeros(0, np.int64), *(each for each, _ in parts)])
+    flat = np.concatenate([np.zeros(0, np.uint64), *(each for _, each in parts)])
+    distinct, places = np.unique(flat, return_inverse=True)
+    held_hashes = distinct < np.uint64(math.ceil(share * 2.0**64))
+    first_places = np.cumsum(counts) - counts
+    parents: dict[int, int] = {}
+    for row in np.flatnonzero(counts > 1).tolist():
+        first, *others = (_root(parents, at) for at in places[first_places[row] :][: counts[row]].tolist())
+        parents.update(dict.fromkeys([first, *others], first))
+    leading: dict[int, tuple[int, int]] = {}
+    for at in parents:
+        root, rank = _root(parents, at), (xxhash.xxh3_64_intdigest(distinct[at].tobytes()), at)
+        leading[root] = min(rank, leading.get(root, rank))
+    groups = {at: leading[_root(parents, at)][1] for at in parents}
+    held_hashes[list(groups)] = held_hashes[list(groups.values())]
+    held = np.zeros(len(counts), np.bool_)
+    held[counts > 0] = held_hashes[places[first_places[counts > 0]]]
+    return held
+
+
+def _root(parents: dict[int, int], at: int) -> int:
+    while (parent := parents.get(at, at)) != at:
+        parents[at] = parents.get(parent, parent)
+        at = parent
+    return at
+
+
 def _parts(
-    rows: Rows, share: float, jobs: list[range], workers: int, preload: Sequence[str]
-) -> Generator[tuple[int, npt.NDArray[np.bool_]]]:
+    source: Source, share: float, by: Grouping | None, jobs: list[range], workers: int, preload: Sequence[str]
+) -> Generator[tuple[int, _Hashes]]:
     """Yields the results of jobs, each with its first row."""
     begun = time.monotonic()
-    do_job = _prepare(rows, share)
+    do_job = _prepare(source, by)
     for i, job in enumerate(jobs):
         if workers > 1 and time.monotonic() - begun > _SECONDS_ALONE:
             try:
-                yield from in_workers(partial(_prepare, rows, share), jobs[i:], workers, preload)
+                yield from in_workers(partial(_prepare, source, by), jobs[i:], workers, preload)
             except WorkersDied as error:
                 raise ResourceError(
                     f"--holdout {share}: {error.deaths} worker processes died in succession over rows "
@@ -158,18 +237,23 @@ def _parts(
         yield do_job(job)
 
 
-def _prepare(rows: Rows, share: float) -> Callable[[range], tuple[int, npt.NDArray[np.bool_]]]:
-    def do_job(numbers: range) -> tuple[int, npt.NDArray[np.bool_]]:
-        return numbers.start, np.array([_row_is_held_out(rows, number, share) for number in numbers], dtype=bool)
+def _prepare(source: Source, by: Grouping | None) -> _Job:
+    hashes = None if by is None else by.prepare(source)
+
+    def do_job(numbers: range) -> tuple[int, _Hashes]:
+        found = [_hashes_of_row(source, number, hashes) for number in numbers]
+        counts = np.array([len(each) for each in found], np.int64)
+        return numbers.start, (counts, np.array([each for row in found for each in row], np.uint64))
 
     return do_job
 
 
-def _row_is_held_out(rows: Rows, number: int, share: float) -> bool:
+def _hashes_of_row(source: Source, number: int, hashes: Callable[[Row], Sequence[int]] | None) -> Sequence[int]:
     try:
-        return is_held_out(rows.values(number), share)
+        row = source.row(number)
     except RowRejected:  # it gives no sample on either side
-        return False
+        return ()
+    return (() if hashes is None else hashes(row)) or (content_hash(row.values),)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,16 @@ def id_of(values: Mapping[str, Any]) -> str | int | None:
     return next((each for each in found if type(each) is int or (isinstance(each, str) and each)), None)
 
 
+def column_value(values: Any, name: str) -> Any:
+    """Returns a value by its name, or by the names of mappings within each other; None if there is none."""
+    if not isinstance(values, Mapping):
+        return None
+    if name in values:
+        return values[name]
+    first, dot, rest = name.partition(".")
+    return column_value(values.get(first), rest) if dot else None
+
+
 @dataclass(frozen=True, eq=False)
 class FileRows:
     """Which rows of a source are in which of its files."""

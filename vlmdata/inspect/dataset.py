@@ -175,6 +175,7 @@ def source_name(source: Mapping[str, Any]) -> str:
     # That of a version has no side unless the dataset is one of a holdout.
     if isinstance(selection, Mapping) and "holdout" in selection:
         name += f", {selection.get('side')} of --holdout {selection.get('holdout')}"
+        name += f" --holdout-by {selection['by']}" if "by" in selection else ""
     return name
 
 
