@@ -8,7 +8,12 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from functools import cache
+from numbers import Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from vlmdata.errors import UsageError
 
 
 def documentation(of: Any) -> str:
@@ -33,6 +38,9 @@ class OptionHelp:
     flags: tuple[str, ...] = ()  # its flags; by default the name
     metavar: str | None = None  # stands for its value on the help page; None for the type
     shown_default: str | bool = True  # stands for the default on the help page; True for the value, False for nothing
+    least: float | None = None  # its smallest value
+    above: float | None = None  # what its values are more than
+    unit: str = ""  # of these
     typed: str | None = None  # the default as text, of an option whose text the command parses: ``4G``
 
 
@@ -42,8 +50,13 @@ class DeclaredOption:
 
     name: str  # its name on the command line
     kind: Any  # type of its values
-    default: Any  # its default
+    default: Any  # its default; ``inspect.Parameter.empty`` if it is required
     option: OptionHelp  # its declaration
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of its values, one by one."""
+        return _kinds(self.kind)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -60,6 +73,7 @@ def declared_fields(of: type[Any]) -> Iterator[DeclaredOption]:
             yield from declared_fields(hint)
         elif (option := _option(hint)) is not None:
             default = field.default if field.default_factory is MISSING else field.default_factory()
+            default = inspect.Parameter.empty if default is MISSING else default
             yield DeclaredOption(option.name or field.name, get_args(hint)[0], default, option)
 
 
@@ -79,10 +93,63 @@ def filled[T](of: type[T], values: Mapping[str, Any]) -> T:
     return of(**made)
 
 
-def option_table(of: type[Any]) -> str:
-    """Returns the options of a dataclass as a Markdown table, for the docs."""
+def require_valid(made: Any) -> None:
+    """Checks the types, choices and bounds that the fields of a dataclass declare, as its constructor does not.
+
+    Values may be text of the environment. Of the types, integers, numbers, bools and literals are checked.
+
+    Raises:
+        UsageError: Naming the first field with another value.
+    """
+    for name, kinds, option in _checked(type(made)):  # type: ignore[arg-type]  # a class is hashable
+        value = getattr(made, name)
+        if value is None and NoneType in kinds:
+            continue
+        if wanted := _unfit(value, kinds, option):
+            raise UsageError(f"{name} is {value!r}; it must be {wanted}")
+
+
+@cache
+def _checked(of: type[Any]) -> tuple[tuple[str, tuple[Any, ...], OptionHelp], ...]:
+    """Returns name, types and declaration of each option among the fields of a dataclass."""
+    hints = get_type_hints(of, include_extras=True)
+    return tuple(
+        (field.name, _kinds(get_args(hints[field.name])[0]), option)
+        for field in fields(of)
+        if (option := _option(hints[field.name])) is not None
+    )
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _unfit(value: Any, kinds: tuple[Any, ...], option: OptionHelp) -> str:
+    """Returns what a value must be; empty if it is that."""
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    # numpy's integers count as integers, and 0 and 1 as bools. A bool is no number.
+    if choices and value not in choices and not (bool in kinds and isinstance(value, bool)):
+        return f"one of {', '.join(choices)}"
+    if int in kinds and (isinstance(value, bool) or not hasattr(value, "__index__")):
+        return "an integer"
+    if float in kinds and (isinstance(value, bool) or not isinstance(value, Real)):
+        return "a number"
+    if not choices and bool in kinds and value not in (False, True):
+        return "True or False"
+    if option.least is not None and not value >= option.least:
+        return f"at least {option.least:g}{option.unit and ' '}{option.unit}"
+    if option.above is not None and not value > option.above:
+        return f"more than {option.above:g}{option.unit and ' '}{option.unit}"
+    return ""
+
+
+def option_table(of: type[Any], *, flags: bool = True) -> str:
+    """Returns the options of a dataclass as a Markdown table, for the docs: by flags, or by their names in Python."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
-    rows += [f"| `{each.flags[0]}` | {_shown_default(each)} | {each.option.help} |" for each in declared_fields(of)]
+    rows += [
+        f"| `{each.flags[0] if flags else each.name}` | {_shown_default(each)} | {each.option.help} |"
+        for each in declared_fields(of)
+    ]
     return "\n".join(rows)
 
 
@@ -90,8 +157,12 @@ def _shown_default(each: DeclaredOption) -> str:
     shown = each.option.shown_default
     if isinstance(shown, str):
         return shown
+    if each.default is inspect.Parameter.empty:
+        return "required"
     return "" if not shown or each.default is None else f"`{each.default}`"
 
 
 def _option(hint: Any) -> OptionHelp | None:
-    return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, OptionHelp)), None)
+    """Returns what a field's type is annotated with; a text alone is the help."""
+    declared = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, OptionHelp | str)), None)
+    return OptionHelp(declared) if isinstance(declared, str) else declared

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
+from vlmdata.cli.declared_options import option_parameter, with_parameters
 from vlmdata.loader.config import loader_options
 from vlmdata.model.training.settings.config import TrainConfig
 from vlmdata.options import documentation
@@ -68,13 +69,10 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
         kind = list[str] if get_origin(kind) is tuple else (get_args(kind) or (kind,))[0]
         flag = f"--{name.replace('_', '-')}"
         option: Any = typer.Option(f"{flag}/--no-{flag[2:]}" if kind is bool else flag, help=meaning)
-        annotation: Any = Annotated[kind | None, option]
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        parameters.append(option_parameter(name, kind, option))
     own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "settings"]
     parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
+    return with_parameters(command, parameters)
 
 
 @_with_settings

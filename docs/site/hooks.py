@@ -18,7 +18,7 @@ from vlmdata.options import option_table
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RESULTS, _SHOWN = "benchmarks/results", (".md", ".png")
-_OPTIONS = re.compile(r"^options: ([\w.]+):(\w+)$", re.MULTILINE)
+_OPTIONS = re.compile(r"^(options|names): ([\w.]+):(\w+)$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+)([^)#]+)(#[^)]*)?\)")
 
 
@@ -43,7 +43,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links that leave `docs/` into links to results or file names, and `options: module:Class` into a table."""
+    """Turns links that leave `docs/` into links to results or file names, and lines for tables into tables.
+
+    `options: module:Class` has the options of a command, `names: module:Class` those of Python.
+    """
     depth = page.file.src_uri.count("/")
 
     def changed(link: re.Match[str]) -> str:
@@ -60,4 +63,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _table(options: re.Match[str]) -> str:
-    return option_table(getattr(import_module(options[1]), options[2]))
+    return option_table(getattr(import_module(options[2]), options[3]), flags=options[1] == "options")

@@ -6,10 +6,11 @@ import dataclasses
 import inspect
 import json
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from vlmdata.loader import config as declared
 from vlmdata.loader.config import Packing, Parallelism, Reading, loader_options
 from vlmdata.loader.option_types import LoaderOptions
 from vlmdata.loader.run_record import RunRecord
+from vlmdata.packing import config as packing_config
 from vlmdata.packing.cost import cost_model
 
 #: A value of each option that decides packs, other than its default, and the flags that give it.
@@ -62,13 +64,32 @@ def test_every_option_says_what_it_means() -> None:
     for option in loader_options().values():
         assert re.fullmatch(r"[A-Z].*\.", option.help), option.name
     assert {"capacity", "dp_size", "timeout"} <= set(inspect.signature(StreamingLoader).parameters)
-    assert str(inspect.signature(StreamingLoader).parameters["timeout"]) == "timeout: 'float' = 120.0"
+    assert str(inspect.signature(StreamingLoader).parameters["timeout"]) == "timeout: float = 120.0"
+
+
+def test_what_an_option_declares_is_checked() -> None:
+    checked = set()
+    for option in loader_options().values():
+        wrong: list[tuple[Any, str]] = []
+        if {int, float, bool} & set(option.kinds):
+            wrong.append(("nonsense", ".*"))
+        if option.option.least is not None:
+            wrong.append((option.option.least - 1, f"at least {option.option.least}"))
+        if option.option.above is not None:
+            wrong += [(bad, f"more than {option.option.above} seconds") for bad in (option.option.above, math.nan)]
+        if choices := [choice for kind in option.kinds for choice in get_args(kind) if get_origin(kind) is Literal]:
+            wrong.append(("nonsense", f"one of {', '.join(choices)}"))
+        for value, wanted in wrong:
+            with pytest.raises(UsageError, match=rf"^{option.name} is {value!r}; it must be {wanted}$"):
+                LoaderConfig.of(**{**SIZES, option.name: value})  # type: ignore[arg-type]
+            checked.add(option.name)
+    assert {"capacity", "timeout", "hedge", "verify", "last", "fetch", "num_workers", "shared_memory"} <= checked
 
 
 def test_type_checkers_know_every_option() -> None:
     """A misspelt keyword, or one of another type, is an error of mypy. So is an attribute that a loader has not."""
-    types = {name: each.__forward_arg__ for name, each in LoaderOptions.__annotations__.items()}
-    assert types == {name: each.annotation for name, each in loader_options().items()}
+    types = get_type_hints(LoaderOptions, localns={**vars(packing_config), **vars(declared)})
+    assert types == {name: each.kind for name, each in loader_options().items()}
     for function in (StreamingLoader.__init__, LoaderConfig.of, LoaderConfig.with_options):
         assert function.__annotations__["options"] == "Unpack[LoaderOptions]"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_origin
 
 import typer
@@ -24,11 +24,22 @@ def with_declared_options(of: type[Any]) -> Callable[[Callable[..., None]], Call
         parameters = [each for each in named if each not in own_options]
         parameters += map(_parameter, declared_fields(of))
         parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own_options]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in parameters}
-        return command
+        return with_parameters(command, parameters)
 
     return decorate
+
+
+def with_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Gives a command the signature from which typer makes its arguments and options."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def option_parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
+    """Returns the parameter of an option of a command; with the default None, it may be left out."""
+    annotation: Any = Annotated[kind if default is not None else kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _is_option(declared: Any) -> bool:
@@ -38,7 +49,7 @@ def _is_option(declared: Any) -> bool:
 def _parameter(declared: DeclaredOption) -> inspect.Parameter:
     option, kind, default = declared.option, declared.kind, declared.default
     if get_origin(kind) in (tuple, Mapping):
-        kind, default = list[str] | None, None
+        kind, default = list[str], None
     if get_origin(kind) is Literal:
         kind = str  # the dataclass refuses other values
     if option.typed is not None:
@@ -50,5 +61,4 @@ def _parameter(declared: DeclaredOption) -> inspect.Parameter:
         show_default=option.shown_default,
         rich_help_panel=option.panel,
     )
-    annotation: Any = Annotated[kind, shown]
-    return inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return option_parameter(declared.name, kind, shown, default)

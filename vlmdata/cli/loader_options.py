@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
+from vlmdata.cli.declared_options import option_parameter, with_parameters
 from vlmdata.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 #: Flags that are shorter than the option names.
 _FLAGS = {"dp_size": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "sequence_parallel": "sp"}
-_TYPES = {"int": int, "bool": bool, "str": str}
 _PANELS = {"packing": "Packs and steps", "parallelism": "Parallel layout"}
 #: Options that have another form here, or are of one rank.
 _NOT_OFFERED = ("blend", "schedule", "earlier", "context_parallel_rank", "vision_ranks", "vision_rank")
@@ -53,10 +53,7 @@ def with_loader_options(*without: str) -> Callable[[Callable[..., None]], Callab
             given = {each.name: values.pop(each.name) for each in offered}
             command(**values, choice=_choice({name: each for name, each in given.items() if each is not None}))
 
-        parameters = [*own, *offered]
-        run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run_command.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run_command
+        return with_parameters(run_command, [*own, *offered])
 
     return decorate
 
@@ -70,15 +67,15 @@ def _parameters() -> list[inspect.Parameter]:
         help="Folder of a training run: use its data and options. Options given here override them.",
         rich_help_panel="A training run",
     )
-    made = [_parameter("run", str, run)]
+    made = [option_parameter("run", str, run)]
     for option in loader_options().values():
-        kind = _TYPES.get(option.annotation.removesuffix(" | None"), str)
+        kind = next((kind for kind in (int, bool) if kind in option.kinds), str)
         if option.group not in _PANELS or option.name in _NOT_OFFERED:
             continue
         flag = f"--{_FLAGS.get(option.name, option.name).replace('_', '-')}"
         switch = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
         made.append(
-            _parameter(
+            option_parameter(
                 option.name,
                 kind,
                 typer.Option(
@@ -94,12 +91,7 @@ def _parameters() -> list[inspect.Parameter]:
     by = typer.Option(
         help="Meaning of weights: epochs, tokens, samples or targets.", show_default="tokens", rich_help_panel=panel
     )
-    return [*made, _parameter("weights", str, weights), _parameter("weights_by", str, by)]
-
-
-def _parameter(name: str, kind: type[Any], option: Any) -> inspect.Parameter:
-    annotation: Any = Annotated[kind | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    return [*made, option_parameter("weights", str, weights), option_parameter("weights_by", str, by)]
 
 
 def _default(name: str, default: Any) -> str | bool:

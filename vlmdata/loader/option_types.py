@@ -10,9 +10,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
-    import torch
-
-    from vlmdata.loader.config import OnDamage, Pixels
+    from vlmdata.loader.config import Device, OnDamage, Pixels
     from vlmdata.packing.config import Blend, Change, LastStep, Stage
     from vlmdata.packing.cost import CostModel
     from vlmdata.storage.choices import Fetch, Verify
@@ -50,7 +48,7 @@ class LoaderOptions(TypedDict, total=False):
     on_damage: OnDamage
     max_damaged: int
     pixels: Pixels
-    device: torch.device | str | None
+    device: Device | None
     fetch: Fetch
     cache_dir: str | PathLike[str] | None
     cache_bytes: int

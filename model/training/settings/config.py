@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal, get_type_hints
 
 from vlmdata.differences import ABSENT, differing
@@ -52,7 +51,7 @@ OF_THE_LOADER = (
 def _with_loader_options[Config: type](config: Config) -> Config:
     """Adds the options :data:`OF_THE_LOADER` as fields, with the loader's types and defaults."""
     for group in (Packing, Reading, Service):
-        types = get_type_hints(group, localns={"torch": SimpleNamespace(device=str)})  # which is not imported here
+        types = get_type_hints(group)
         for name in OF_THE_LOADER:
             if name in types:
                 config.__annotations__[name] = types[name]
