@@ -14,7 +14,7 @@ PYTHON ?= 3.12
 # Where nothing compiled is kept, every process compiles half of torch and megatron-core anew: 15 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test explore adapters browser check docs bench wheel lock clean
+.PHONY: help env demo test explore adapters browser check docs bench wheel newest lowest lock clean
 
 help:
 	@echo "make demo    draw receipts and clips, make shards, verify, plan, look at them, train on them  ($(DEMO_DIR))"
@@ -26,6 +26,8 @@ help:
 	@echo "make bench   benchmarks; results are written under benchmarks/results/"
 	@echo "make wheel   build the wheel into build/dist, and try README's lines with it in an environment without the lock"
 	@echo "make env     only make .venv, with .venv/bin/vlmdata in it"
+	@echo "make newest  the suite with the newest versions that pyproject.toml allows; PYTEST_ARGS chooses tests"
+	@echo "make lowest  the suite with the lowest versions that it allows"
 	@echo "make lock    resolve $(LOCK) anew"
 	@echo "make clean   remove build products (not .venv)"
 
@@ -117,6 +119,20 @@ wheel: | .venv/bin/python
 	$(UV) pip install --quiet --python build/wheel-env/bin/python build/dist/*.whl
 	HF_HUB_OFFLINE=1 build/wheel-env/bin/python tests/readme_lines.py
 	@ls build/dist
+
+# What a user gets who installs today, and with the oldest environment that pyproject.toml allows. Both print the versions
+# that are not those of the lock.
+newest: RESOLUTION := highest
+lowest: RESOLUTION := lowest-direct
+newest lowest: | $(filter .uv/bin/uv,$(UV))
+	mkdir -p build
+	$(UV) pip compile --quiet --upgrade --python-version 3.12 --resolution $(RESOLUTION) --no-emit-index-url --no-header \
+	  --no-annotate --extra dev --extra train pyproject.toml --output-file build/$@.txt
+	$(UV) venv --quiet --python 3.12 --allow-existing build/$@-env
+	$(UV) pip install --quiet --python build/$@-env/bin/python --constraint build/$@.txt --editable '.[dev,train]'
+	@awk -F == 'NR == FNR { locked[$$1] = $$2; next } $$2 != locked[$$1] \
+	  { print $$1 ": " $$2 ", in the lock " (locked[$$1] ? locked[$$1] : "none") }' $(LOCK) build/$@.txt
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/$@-env/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # No index URL and no host stands in the lock; wheels come from whatever index the user's uv is set to.
 lock: | $(filter .uv/bin/uv,$(UV))

@@ -99,6 +99,18 @@ def test_the_readme_is_short_and_lists_every_command() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
 
 
+def test_the_page_of_versions_has_those_of_the_project_and_the_lock() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = dict(re.match(r"([\w-]+)>=([\d.]+)", each).groups() for each in project["dependencies"])  # type: ignore[union-attr]
+    locked = dict(line.split("==") for line in (ROOT / "requirements/lock.txt").read_text().split())
+    page = (ROOT / "docs/compatibility.md").read_text()
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    told = {name: (least, lock) for name, least, lock in rows if name != "Python"}
+    assert told == {name: (lowest[name], locked[name]) for name in told}
+    pins = [line.split("==")[0] for line in (ROOT / "requirements/pins.txt").read_text().splitlines() if "==" in line]
+    assert [name for name in pins if name not in page] == []
+
+
 def test_every_path_that_a_page_names_exists() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     folders = "vlmdata|preprocess|model|tests|tools|benchmarks|examples|docs|requirements"

@@ -95,7 +95,9 @@ def of_the_processor(encoder: Encoder, conversation: Conversation) -> Any:
             for part in message.parts
         ]
         # As rendered for us: texts alone are one string.
-        messages.append({"role": message.role, "content": content if any(message.images) else message.text})
+        # An empty one is a part: transformers 5.24 takes an empty string for no parts at all.
+        texts = message.text or [{"type": "text", "text": ""}]
+        messages.append({"role": message.role, "content": content if any(message.images) else texts})
     made = processor(encoder.tokenizer.hf)
     return made.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
 

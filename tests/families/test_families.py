@@ -19,6 +19,7 @@ from tests.families.reference import FAMILIES, OTHERS, bounds, image_inputs, rop
 from vlmdata.families import REGISTRY, Family, family
 from vlmdata.families.base import AspectRatioError
 from vlmdata.families.positions import locate_blocks
+from vlmdata.media.decode import decode_image
 from vlmdata.media.resize import resize_to_patches
 
 IMAGE = 9
@@ -61,6 +62,24 @@ def test_images_equal_those_of_the_processor_bit_for_bit(name: str, height: int,
             stored(family(name), pixels, *bounds(name))
         return
     assert_equals_the_processor(name, Image.fromarray(pixels), *bounds(name))
+
+
+def puts_on_white() -> bool:
+    """Whether image processors of the installed transformers put opened images with transparency on white."""
+    clear = image_inputs("qwen3_5", Image.new("RGBA", (64, 64), (9, 9, 9, 0)), *bounds("qwen3_5"))
+    return bool((clear["pixel_values"] == 1).all())
+
+
+@pytest.mark.skipif(not puts_on_white(), reason="this transformers drops transparency")
+@every_family
+@pytest.mark.parametrize(("mode", "keywords"), [("RGBA", {}), ("LA", {}), ("P", {"transparency": 3})])
+def test_transparency_is_that_of_the_processor(name: str, mode: str, keywords: dict[str, int]) -> None:
+    drawn = np.random.default_rng(0).integers(0, 256, (90, 70, 4), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(drawn, "RGBA").convert(mode).save(file, "PNG", **keywords)
+    theirs = image_inputs(name, Image.open(file), *bounds(name))
+    ours = image_inputs(name, Image.fromarray(decode_image(file.getvalue(), 1 << 20).pixels), *bounds(name))
+    assert all(torch.equal(value, theirs[argument]) for argument, value in ours.items())
 
 
 @every_family
