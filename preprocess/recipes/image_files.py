@@ -81,11 +81,11 @@ def write_files(store: Store, name: str, shard: int, files: Mapping[str, Recorde
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), unfinished)
 
 
-def merge_files(lists: Iterable[bytes], merged: Writing, versions: FileVersions) -> dict[str, int]:
+def merge_files(lists: Iterable[pa.Table], merged: Writing, versions: FileVersions) -> dict[str, int]:
     """Joins lists of files, one row group each.
 
     Args:
-        lists: Lists of :func:`write_files`, in the order of shards.
+        lists: Tables of :func:`write_files`, in the order of shards.
         merged: Destination of the joined list.
         versions: Collects their contents.
 
@@ -94,8 +94,7 @@ def merge_files(lists: Iterable[bytes], merged: Writing, versions: FileVersions)
     """
     counts = {"files": 0, "missing": 0, "bytes": 0}
     with pq.ParquetWriter(merged, SCHEMA, compression="zstd") as writer:
-        for content in lists:
-            table = pq.read_table(io.BytesIO(content), schema=SCHEMA)
+        for table in lists:
             writer.write_table(table)
             versions.add(table)
             sizes = table.column("bytes").to_pylist()

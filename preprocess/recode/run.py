@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +15,16 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
-from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, canonical_hash, differences
+from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, differences
 from vlmdata.format.schema import (
     IMAGE_FILES,
     IMAGE_FILES_NAME,
     INDEX_NAME,
     JOINED,
     LEDGER_NAME,
-    MANIFEST_NAME,
     PROGRESS_DIR,
     ROWS_NAME,
     SCHEMA_VERSION,
-    TOKENIZER_DIR,
     shard_name,
 )
 from vlmdata.format.source_columns import source_names
@@ -50,9 +47,9 @@ from vlmdata.preprocess.shards.fingerprints import (
 )
 from vlmdata.preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from vlmdata.storage import Lock, Store, open_store
+from vlmdata.storage.derive import Derivation, close, take_tokenizer
 from vlmdata.storage.download import download
 from vlmdata.storage.folder import Folder
-from vlmdata.version import __version__
 from vlmdata.workers import WorkersDied, in_workers
 
 _COMMAND = "vlmdata recode"
@@ -278,46 +275,48 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
     """Merges the index, copies the other files, and writes the manifest last."""
     features = tuple(sorted({feature for record in records for feature in record.features}))
     kept = source_names(pq.read_schema(old.directory / INDEX_NAME))
-    with merged_index(store, store, range(len(records)), features, kept) as index:
-        index_hash = index.sha256
-    _copy(old, store, LEDGER_NAME)
-    if IMAGE_FILES in old.manifest.source:
-        _copy(old, store, IMAGE_FILES_NAME)
-        store.stamp(IMAGE_FILES_NAME, old.files_compared_ns)
-    tokenizer_files = recorded_tokenizer_files(old.directory, old.manifest)
-    with store.writing_folder(TOKENIZER_DIR) as folder:
-        for name in tokenizer_files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(old.directory / TOKENIZER_DIR / name, folder / name)
+    schema, index = merged_index(store, range(len(records)), features, kept)
     manifest = dataclasses.replace(
         old.manifest,
         config=config,
-        config_hash=canonical_hash(config),
-        totals=_totals(old.manifest.totals, [record.totals for record in records]),
+        totals=dataclasses.replace(
+            Totals.summed(record.totals for record in records), file_bytes=old.manifest.totals.file_bytes
+        ),
         shards=tuple(record.info for record in records),
-        index_sha256=index_hash,
         features=features,
-        family=old.manifest.model_family.name,
-        tokenizer_files=tokenizer_files,
-        schema_version=SCHEMA_VERSION,
-        created_by=f"vlmdata {__version__}",
         version={},
     )
+    tokenizer_files = recorded_tokenizer_files(old.directory, old.manifest)
+    made = Derivation(
+        lambda: manifest,
+        schema,
+        index,
+        _pieces(old.directory / LEDGER_NAME),
+        tokenizer=partial(take_tokenizer, Folder(old.directory), tokenizer_files, store),
+        image_files=partial(_copy_image_files, old, store),
+        rows=partial(_copy_rows, old, store),
+    )
+    return close(store, lock, made)
+
+
+def _copy_image_files(old: OldDataset, store: Store) -> Mapping[str, Any]:
+    """Copies the list of image files, if there is one. Its entry of the manifest stays as it is."""
+    if IMAGE_FILES in old.manifest.source:
+        with store.writing(IMAGE_FILES_NAME) as file:
+            for piece in _pieces(old.directory / IMAGE_FILES_NAME):
+                file.write(piece)
+        store.stamp(IMAGE_FILES_NAME, old.files_compared_ns)
+    return {}
+
+
+def _copy_rows(old: OldDataset, store: Store, index_sha256: str) -> None:
     if is_url(old.name):
         with suppress(FileNotFoundError, DatasetFormatError):
             download(f"{old.name}/{ROWS_NAME}", old.directory / ROWS_NAME, None)
-    take_row_table(Folder(old.directory), old.manifest, store, manifest)
-    lock.commit(MANIFEST_NAME, manifest.to_json())
-    return manifest
+    take_row_table(Folder(old.directory), old.manifest, store, index_sha256)
 
 
-def _totals(old: Totals, shards: Sequence[Totals]) -> Totals:
-    return dataclasses.replace(
-        old, bytes=sum(each.bytes for each in shards), item_bytes=sum(each.item_bytes for each in shards)
-    )
-
-
-def _copy(old: OldDataset, store: Store, name: str) -> None:
-    with open(old.directory / name, "rb") as content, store.writing(name) as file:
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as content:
         while piece := content.read(_COPIED_BYTES):
-            file.write(piece)
+            yield piece

@@ -21,7 +21,7 @@ from vlmdata.format.schema import MEMBER_BY_NAME, Member, shard_name, supported_
 from vlmdata.format.shard import EncodedItem, ShardWriter
 from vlmdata.media.codecs import IMAGE, RAW, REGISTRY, VIDEO, Item, ItemShape, Unsuitable, decode_item
 from vlmdata.preprocess.config import TrainTurns
-from vlmdata.preprocess.shards.job import ShardRecord, progress_name, totals_of
+from vlmdata.preprocess.shards.job import ShardRecord, progress_name
 from vlmdata.preprocess.shards.samples import encode_item, option_of
 from vlmdata.storage import Store
 from vlmdata.storage.shards import DatasetShards, ShardStore
@@ -81,9 +81,10 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
         finally:
             reader.close()
         info = replace(old, name=shard_name(number), bytes=size, sha256=digest, unselected=0)
-    record = ShardRecord(info, totals_of(info, rows), {}, tuple(sorted(used_features(rows))))
+    table = index_table(rows, supported_features())
+    record = ShardRecord(info, DatasetIndex(table).totals([info], 0), {}, tuple(sorted(used_features(rows))))
     with store.writing(progress_name(number, "parquet")) as file:
-        pq.write_table(index_table(rows, supported_features()), file)
+        pq.write_table(table, file)
     store.put(progress_name(number, "json"), record.to_json())
     return record
 

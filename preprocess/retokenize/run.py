@@ -130,7 +130,7 @@ def retokenize_dataset(
     if IMAGE_FILES in old.manifest.source and not reuse.from_source:
         out.stamp(IMAGE_FILES_NAME, old.files_compared_ns)
     if not reuse.from_source:  # what was read are conversations of shards, not rows of the source
-        take_row_table(Folder(old.directory), old.manifest, out, made.manifest)
+        take_row_table(Folder(old.directory), old.manifest, out, made.manifest.index_sha256, made.manifest)
     return made
 
 

@@ -6,7 +6,8 @@ import io
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,10 @@ import pyarrow.parquet as pq
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.families.processor import learned_of
 from vlmdata.format.index_row import index_schema
-from vlmdata.format.manifest import Manifest, Totals, canonical_hash, summed
+from vlmdata.format.manifest import Manifest, Totals, summed
 from vlmdata.format.schema import (
     IMAGE_FILES,
     IMAGE_FILES_NAME,
-    INDEX_NAME,
-    LEDGER_NAME,
-    MANIFEST_NAME,
     PROGRESS_DIR,
     TOKENIZER_DIR,
 )
@@ -31,21 +29,19 @@ from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.format.writing import Hashing
 from vlmdata.preprocess.chat.tokenizer import ChatTokenizer
 from vlmdata.preprocess.engines.base import system_message
+from vlmdata.preprocess.recipes.image_files import SCHEMA as FILES_SCHEMA
 from vlmdata.preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
 from vlmdata.preprocess.run.claim import Part, job_array
 from vlmdata.preprocess.run.row_table import has_all_rows, rows_of_shards, write_row_table
 from vlmdata.preprocess.shards.fingerprints import of_samples
 from vlmdata.preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata.storage import Lock, Store
-from vlmdata.version import __version__
+from vlmdata.storage.derive import Derivation, close, shards_together
 from vlmdata.wording import counted
 
-#: Largest number of row groups of an index. Describing one takes about 4 kB in the file and 20 kB in memory.
-_MOST_ROW_GROUPS = 1000
 #: Further keys are counted together, so that data with names or ids as keys cannot fill the manifest.
 _MOST_KEYS = 200
 _OTHERS = "(other keys)"
-_TOTALS = tuple(field.name for field in fields(Totals))
 
 
 def close_dataset(
@@ -63,82 +59,83 @@ def close_dataset(
         ResourceError: If the disk is full.
     """
     try:
-        with merged_image_files(store, store, parts) as files:
-            image_files = {} if files is None else {IMAGE_FILES: files}
-        if files is not None:
-            store.stamp(IMAGE_FILES_NAME, store.modified_ns(RUN_FILE))
         features = tuple(sorted({feature for record in records for feature in record.features}))
-        shards = range(len(records))
-        kept = identity["config"]["options"].get("keep_columns", ())
-        with merged_index(store, store, shards, features, kept) as index:
-            index_hash = index.sha256
-        if has_all_rows(store, shards):
-            write_row_table(store, rows_of_shards(store, shards), index_hash)
-        with merged_ledger(store, store, [n for n in shards if records[n].info.rejected]) as ledger:
-            ledger_hash = ledger.sha256
-        with saved_tokenizer(store, tokenizer) as folder:
-            tokenizer_files = hash_tokenizer_files(folder)
-        config = of_samples(identity["config"], features)
+        config, shards = of_samples(identity["config"], features), range(len(records))
         manifest = Manifest(
             config=config,
-            config_hash=canonical_hash(config),
-            source={**identity["source"], **image_files},
+            config_hash="",
+            source=identity["source"],
             tokenizer=tokenizer.info,
-            totals=Totals(**{name: sum(getattr(each.totals, name) for each in records) for name in _TOTALS}),
+            totals=Totals.summed(record.totals for record in records),
             rejects=summed(record.rejects for record in records),
             shards=tuple(record.info for record in records),
-            index_sha256=index_hash,
-            ledger_sha256=ledger_hash,
+            index_sha256="",
+            ledger_sha256="",
             features=features,
             family=identity["config"]["options"]["family"],
             unused_keys=most_frequent(summed(record.unused for record in records)),
             unknown_keys=most_frequent(summed(record.unknown for record in records)),
             turns=summed(record.turns for record in records),
-            created_by=f"vlmdata {__version__}",
-            tokenizer_files=tokenizer_files,
             processor=learned_of(tokenizer.family),
         )
-        lock.commit(MANIFEST_NAME, manifest.to_json())
+        schema, index = merged_index(store, shards, features, identity["config"]["options"].get("keep_columns", ()))
+        made = Derivation(
+            lambda: manifest,
+            schema,
+            index,
+            merged_ledger(store, [shard for shard in shards if records[shard].info.rejected]),
+            tokenizer=partial(_save_tokenizer, store, tokenizer),
+            image_files=partial(_merge_image_files, store, parts),
+            rows=partial(_merge_rows, store, shards),
+        )
+        return close(store, lock, made)
     except OSError as error:
         raise ResourceError(
             f"{store}: {counted(len(records), 'shard')} made, but completing the dataset failed: "
             f"{system_message(error)}. Free disk space and run the same command again."
         ) from error
-    return manifest
 
 
-@contextmanager
+def _save_tokenizer(store: Store, tokenizer: ChatTokenizer) -> Mapping[str, str]:
+    with saved_tokenizer(store, tokenizer) as folder:
+        return hash_tokenizer_files(folder)
+
+
+def _merge_image_files(store: Store, parts: int) -> Mapping[str, Any]:
+    with merged_image_files(store, store, parts) as files:
+        pass
+    if files is None:
+        return {}
+    store.stamp(IMAGE_FILES_NAME, store.modified_ns(RUN_FILE))
+    return {IMAGE_FILES: files}
+
+
+def _merge_rows(store: Store, shards: Sequence[int], index_sha256: str) -> None:
+    if has_all_rows(store, shards):
+        write_row_table(store, rows_of_shards(store, shards), index_sha256)
+
+
 def merged_index(
-    store: Store, records: Store, shards: Sequence[int], features: Collection[str], kept: Sequence[str] = ()
-) -> Iterator[Hashing]:
-    """Merges the index rows of shards. Yields the file, so that its hash can be checked, then renames it.
+    records: Store, shards: Sequence[int], features: Collection[str], kept: Sequence[str] = ()
+) -> tuple[pa.Schema, Iterator[pa.Table]]:
+    """Merges the index rows of shards. Returns the columns, and the rows by row group: at most a thousand.
 
-    Rows are streamed: memory does not grow with the dataset. Each row group holds one shard or, with over a
-    thousand shards, several, so that there are at most a thousand groups. Only columns of ``features`` are kept, and
-    the source columns ``kept``. Their types depend on all rows, which are read twice then.
+    Rows are streamed: memory does not grow with the dataset. Only columns of ``features`` are kept, and the source
+    columns ``kept``. Their types depend on all rows, which are read twice then.
     """
     types = _source_types(records, shards, kept)
-    columns = [pa.field(column_name(name), kind) for name, kind in types.items()]
     indexed = index_schema(features)
-    schema = pa.schema([*indexed, *columns])
-    together = -(-len(shards) // _MOST_ROW_GROUPS)
+    schema = pa.schema([*indexed, *(pa.field(column_name(name), kind) for name, kind in types.items())])
+
+    def rows(content: bytes) -> pa.Table:
+        table = pq.read_table(io.BytesIO(content), schema=indexed)
+        for name, column in columns_of(source_values(content) if types else [], types).items():
+            table = table.append_column(schema.field(name), column)
+        return table
+
     contents = records.read_all(progress_name(shard, "parquet") for shard in shards)
-    with store.writing(INDEX_NAME) as unnamed:
-        file = Hashing(unnamed)
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-            group: list[pa.Table] = []
-            for number, content in enumerate(contents, start=1):
-                table = pq.read_table(io.BytesIO(content), schema=indexed)
-                for name, column in columns_of(source_values(content) if types else [], types).items():
-                    table = table.append_column(schema.field(name), column)
-                group.append(table)
-                if number % together and number < len(shards):
-                    continue
-                table = pa.concat_tables(group)
-                group.clear()
-                if table.num_rows:
-                    writer.write_table(table, row_group_size=table.num_rows)
-        yield file
+    groups = batched(contents, shards_together(len(shards)))
+    return schema, (pa.concat_tables(map(rows, group)) for group in groups)
 
 
 def _source_types(records: Store, shards: Sequence[int], kept: Sequence[str]) -> dict[str, pa.DataType]:
@@ -156,14 +153,9 @@ def source_values(content: bytes) -> list[dict[str, Any]]:
         return list(map(json.loads, file.read(columns=[SOURCE])[SOURCE].to_pylist()))
 
 
-@contextmanager
-def merged_ledger(store: Store, records: Store, shards: Sequence[int]) -> Iterator[Hashing]:
-    """Merges the rejects of shards. Yields the file, so that its hash can be checked, then renames it."""
-    with store.writing(LEDGER_NAME) as unnamed:
-        file = Hashing(unnamed)
-        for content in records.read_all(progress_name(shard, "jsonl") for shard in shards):
-            file.write(content)
-        yield file
+def merged_ledger(records: Store, shards: Sequence[int]) -> Iterator[bytes]:
+    """Yields the rejects of each of some shards."""
+    return records.read_all(progress_name(shard, "jsonl") for shard in shards)
 
 
 @contextmanager
@@ -185,7 +177,8 @@ def merged_image_files(store: Store, records: Store, parts: int = 1) -> Iterator
         file = Hashing(unnamed)
         names = [f"{PROGRESS_DIR}/{name}" for name in sorted(found, key=lambda name: (len(name), name))]
         versions = FileVersions()
-        counts = merge_files(records.read_all(names), file, versions)
+        tables = (pq.read_table(io.BytesIO(content), schema=FILES_SCHEMA) for content in records.read_all(names))
+        counts = merge_files(tables, file, versions)
         if several := versions.several():
             raise _changed_files(store, shards_of_paths(records.read_all(names), several), parts)
         yield {**counts, "sha256": file.sha256}

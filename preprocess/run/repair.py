@@ -35,6 +35,7 @@ from vlmdata.preprocess.shards.counters import Counters
 from vlmdata.preprocess.shards.job import ShardJob, ShardRecord, progress_name
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
+from vlmdata.storage.derive import writing_index, writing_ledger
 from vlmdata.storage.join_checks import shard_sizes
 
 _SCRATCH = f"{PROGRESS_DIR}/repair"
@@ -105,11 +106,11 @@ class Repair:
         self._make_shards(set(damage.shards), self.shards_to_make(damage), shard_done)
         if INDEX_NAME in damage.others:
             kept, shards = self.work.config.keep_columns, range(len(self.jobs))
-            with merged_index(store, scratch, shards, self.manifest.features, kept) as index:
+            with writing_index(store, *merged_index(scratch, shards, self.manifest.features, kept)) as index:
                 hint = "a different version of pyarrow writes different bytes"
                 self._require(INDEX_NAME, index.sha256, self.manifest.index_sha256, hint)
         if LEDGER_NAME in damage.others:
-            with merged_ledger(store, scratch, self._rejecting) as ledger:
+            with writing_ledger(store, merged_ledger(scratch, self._rejecting)) as ledger:
                 self._require(LEDGER_NAME, ledger.sha256, self.manifest.ledger_sha256, _OTHER_SOURCE)
         if IMAGE_FILES_NAME in damage.others:
             with merged_image_files(store, scratch) as files:

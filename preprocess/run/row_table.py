@@ -6,9 +6,7 @@ No reader of samples needs it, so the manifest does not name it. It names the in
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,6 +16,7 @@ from vlmdata.format.schema import PROGRESS_DIR, ROWS_NAME
 from vlmdata.preprocess.shards.job import progress_name
 from vlmdata.preprocess.shards.rows import ROWS_SUFFIX, SCHEMA, read_rows
 from vlmdata.storage import Store
+from vlmdata.storage.derive import row_groups
 
 _OF_INDEX = b"index_sha256"
 _REMEDY = (
@@ -39,25 +38,30 @@ def write_row_table(store: Store, tables: Iterable[pa.Table], index_sha256: str)
                 writer.write_table(table.cast(schema), row_group_size=table.num_rows)
 
 
-def take_row_table(old: Store, was: Manifest, store: Store, manifest: Manifest) -> None:
+def take_row_table(old: Store, was: Manifest, store: Store, index_sha256: str, made: Manifest | None = None) -> None:
     """Gives a dataset the rows of another one with the same rows and shards, such as its copy in another codec.
 
     Nothing is written if those of the other are unknown.
+
+    Args:
+        old: The other dataset.
+        was: Its manifest.
+        store: The dataset.
+        index_sha256: Of its index.
+        made: Its manifest if it has rows already, of which what the source does not determine stays.
     """
     try:
         known = read_row_table(old, was)
-        made = read_row_table(store, manifest) if store.size(ROWS_NAME) is not None else known
+        rows = known if made is None or store.size(ROWS_NAME) is None else read_row_table(store, made)
     except DatasetFormatError:
         store.delete([ROWS_NAME])
         return
-    if known["row"] != made["row"]:
+    if known["row"] != rows["row"]:
         store.delete([ROWS_NAME])
         return
     for name in ("source_row", "content", "files"):
-        made = made.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), known[name])
-    bounds = np.searchsorted(made["shard"].to_numpy(), np.arange(len(manifest.shards) + 1)).tolist()
-    tables = [made.slice(first, stop - first) for first, stop in pairwise(bounds)]
-    write_row_table(store, tables, manifest.index_sha256)
+        rows = rows.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), known[name])
+    write_row_table(store, row_groups(rows, len(was.shards)), index_sha256)
 
 
 def rows_of_shards(records: Store, shards: Sequence[int]) -> Iterator[pa.Table]:

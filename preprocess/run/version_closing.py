@@ -11,37 +11,33 @@ import posixpath
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.index import DatasetIndex
-from vlmdata.format.index_row import index_schema
+from vlmdata.format.index_row import index_schema, with_columns
 from vlmdata.format.ledger import Rejection, read_ledger
-from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash
+from vlmdata.format.manifest import Manifest, ShardInfo, recounted
 from vlmdata.format.schema import (
     IMAGE_FILES,
     IMAGE_FILES_NAME,
     INDEX_NAME,
     LEDGER_NAME,
-    MANIFEST_NAME,
     PROGRESS_DIR,
-    SCHEMA_VERSION,
-    VERSIONS_NAME,
     supported_features,
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
-from vlmdata.format.shard import ABSENT as ABSENT_PLACE
 from vlmdata.format.source_columns import SourceTypes, columns_of, source_fields, values_of
 from vlmdata.format.writing import Hashing
-from vlmdata.preprocess.recipes.image_files import ABSENT, FileVersions
 from vlmdata.preprocess.recipes.image_files import SCHEMA as FILES_SCHEMA
+from vlmdata.preprocess.recipes.image_files import FileVersions, merge_files
 from vlmdata.preprocess.run.closing import most_frequent, source_values
 from vlmdata.preprocess.run.row_table import read_row_table, rows_of_shards, write_row_table
 from vlmdata.preprocess.run.versions import Newest, VersionInfo, read_version
@@ -49,13 +45,11 @@ from vlmdata.preprocess.shards.fingerprints import of_samples
 from vlmdata.preprocess.shards.job import FILES_SUFFIX, ShardRecord, progress_name
 from vlmdata.preprocess.shards.rows import sum_notes
 from vlmdata.storage import Lock, Store
-from vlmdata.storage.linked import take_tokenizer
-from vlmdata.storage.versions import Version, folder_of, versions_to_json
-from vlmdata.version import __version__
+from vlmdata.storage.derive import Derivation, close, row_groups, take_tokenizer, with_shards
+from vlmdata.storage.versions import Version, folder_of
 
 #: What the record of kept rows says of where they are.
 _PLACE = ("row", "file", "file_row")
-_ROW_GROUPS = 1000  # at most, so that the footer of the index stays small
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,20 +86,20 @@ def close_version(
         )
     compared_ns = place.modified_ns(info.kept_file)
     merged = _merged(place, newest, identity, records)
-    index_sha256 = _write_index(place, merged.index)
-    write_row_table(place, _by_shard(merged.rows), index_sha256)
-    with place.writing(LEDGER_NAME) as unnamed:
-        ledger = Hashing(unnamed)
-        ledger.write(b"".join(line for _, _, line in merged.ledger))
-    files = _write_image_files(place, newest, merged.rows, len(merged.infos) - len(records), records, compared_ns)
-    tokenizer = newest.manifest.tokenizer_files
-    place.prepare(*{posixpath.dirname(f"tokenizer/{name}") for name in tokenizer})
-    take_tokenizer(newest.store, tokenizer, place)
-    manifest = _manifest(newest.manifest, info, identity, merged, files)
-    manifest = replace(manifest, index_sha256=index_sha256, ledger_sha256=ledger.sha256)
-    place.put(MANIFEST_NAME, manifest.to_json())
-    listed = newest.listed or (Version(1, newest.manifest.fingerprint),)
-    lock.commit(VERSIONS_NAME, versions_to_json([*listed, Version(info.number, manifest.fingerprint)]))
+    shards = len(merged.infos)
+    made = Derivation(
+        partial(_manifest, newest.manifest, info, identity, merged),
+        merged.index.schema,
+        row_groups(merged.index, shards),
+        (line for _, _, line in merged.ledger),
+        tokenizer=partial(take_tokenizer, newest.store, newest.manifest.tokenizer_files, place),
+        image_files=partial(
+            _write_image_files, place, newest, merged.rows, shards - len(records), records, compared_ns
+        ),
+        rows=partial(write_row_table, place, row_groups(merged.rows, shards)),
+        earlier=newest.listed or (Version(1, newest.manifest.fingerprint),),
+    )
+    manifest = close(place, lock, made)
     place.delete_folder(PROGRESS_DIR)
     return manifest
 
@@ -120,17 +114,19 @@ def _merged(place: Store, newest: Newest, identity: Mapping[str, Any], records: 
             chosen = chosen.set_column(old.schema.get_field_index(name), old.schema.field(name), kept[name])
     taken = np.unique(chosen["shard"].to_numpy())
     shards = range(len(records))
-    made = [_shifted(each, len(taken)) for each in rows_of_shards(place, shards)]
-    rows = pa.concat_tables([_renumbered(chosen, taken), *made])
+    now, shifted = np.searchsorted(taken, np.arange(len(newest.manifest.shards))), np.arange(len(records)) + len(taken)
+    made = [with_shards(each, shifted) for each in rows_of_shards(place, shards)]
+    rows = pa.concat_tables([with_shards(chosen, now), *made])
     with newest.store.local(INDEX_NAME, LEDGER_NAME) as folder:
         table = DatasetIndex.read(folder / INDEX_NAME).table
         rejections = list(read_ledger(folder / LEDGER_NAME))
     table = table.filter(pc.is_in(table["source_row"], value_set=kept["row"].combine_chunks()))
-    new = [_read_index(place, shard, len(taken)) for shard in shards]
-    index = _concatenated([_renumbered(table, taken), *new])
+    contents = [place.read(progress_name(shard, "parquet")) for shard in shards]
+    new = [with_shards(pq.read_table(io.BytesIO(content)), shifted) for content in contents]
+    index = _concatenated([with_shards(table, now), *new])
     if names := identity["config"]["options"].get("keep_columns"):
         values = list(map(values_of, table.select([field.name for field in source_fields(table.schema)]).to_pylist()))
-        values += [row for shard in shards for row in source_values(place.read(progress_name(shard, "parquet")))]
+        values += [row for content in contents for row in source_values(content)]
         index = _with_source_columns(index, values, names)
     ledger = [(each.row, each.reason.value, each.to_line()) for each in _moved(rejections, kept)]
     ledger += _made_rejections(place, records)
@@ -142,9 +138,7 @@ def _merged(place: Store, newest: Newest, identity: Mapping[str, Any], records: 
     return _Merged(rows, index, ledger, [*infos, *(record.info for record in records)])
 
 
-def _manifest(
-    parent: Manifest, info: VersionInfo, identity: Mapping[str, Any], merged: _Merged, files: Mapping[str, Any]
-) -> Manifest:
+def _manifest(parent: Manifest, info: VersionInfo, identity: Mapping[str, Any], merged: _Merged) -> Manifest:
     index, rejects = DatasetIndex(merged.index), Counter(reason for _, reason, _ in merged.ledger)
     numbers = np.unique(merged.rows["row"].to_numpy())
     shards = _counted(index, merged)
@@ -159,18 +153,14 @@ def _manifest(
     return replace(
         parent,
         config=config,
-        config_hash=canonical_hash(config),
-        source={**source, SELECTION: selection, **files},
-        totals=_totals(index, shards, int(pc.sum(merged.rows["file_bytes"]).as_py() or 0)),
+        source={**source, SELECTION: selection},
+        totals=index.totals(shards, int(pc.sum(merged.rows["file_bytes"]).as_py() or 0)),
         rejects=dict(sorted(rejects.items())),
         shards=shards,
         features=features,
         unused_keys=most_frequent(notes["unused_keys"]),
         unknown_keys=most_frequent(notes["unknown_keys"]),
         turns=notes["turns"],
-        family=parent.model_family.name,
-        schema_version=SCHEMA_VERSION,
-        created_by=f"vlmdata {__version__}",
         version={"number": info.number, "parent": info.parent, "rows": info.changes, "source": source},
     )
 
@@ -184,71 +174,13 @@ def _counted(index: DatasetIndex, merged: _Merged) -> tuple[ShardInfo, ...]:
     rejected = np.array([row for row, _, _ in merged.ledger], np.int64)
     places = of_shard[np.searchsorted(merged.rows["row"].to_numpy(), rejected)]
     rejections = np.bincount(places, minlength=count).tolist()
-    found, start = list[ShardInfo](), 0
-    for each, has_rows, has, rejects in zip(merged.infos, rows, samples, rejections, strict=True):
-        found.append(
-            replace(
-                each,
-                row_start=start,
-                row_stop=start + has_rows,
-                samples=has,
-                rejected=rejects,
-                extra_candidates=has + rejects - has_rows,
-                unselected=each.samples + each.unselected - has,
-            )
-        )
-        start += has_rows
-    return tuple(found)
-
-
-def _totals(index: DatasetIndex, shards: Sequence[ShardInfo], file_bytes: int) -> Totals:
-    lengths = int(index.lengths.sum(dtype=np.int64))
-    return Totals(
-        rows=shards[-1].row_stop if shards else 0,
-        samples=len(index),
-        rejected=sum(each.rejected for each in shards),
-        tokens=lengths,
-        padding=int(index.padded_lengths.sum(dtype=np.int64)) - lengths,
-        targets=int(index.num_targets.sum(dtype=np.int64)),
-        items=len(index.grids),
-        patches=int(index.num_patches.sum(dtype=np.int64)),
-        bytes=sum(each.bytes for each in shards),
-        truncated=int(index.truncated.sum()),
-        extra_candidates=sum(each.extra_candidates for each in shards),
-        item_bytes=index.stored_item_bytes,
-        file_bytes=file_bytes,
-    )
-
-
-def _renumbered(table: pa.Table, taken: npt.NDArray[np.int32]) -> pa.Table:
-    """Returns a table with the numbers that the shards of the earlier version have in this one."""
-    at = table.schema.get_field_index("shard")
-    numbers = np.searchsorted(taken, table["shard"].to_numpy()).astype(np.int32)
-    return table.set_column(at, table.schema.field(at), pa.array(numbers))
-
-
-def _shifted(table: pa.Table, by: int) -> pa.Table:
-    """Returns a table with the numbers that shards of this run have in the version."""
-    at = table.schema.get_field_index("shard")
-    return table.set_column(at, table.schema.field(at), pc.add(table["shard"], pa.scalar(by, pa.int32())))
-
-
-def _read_index(place: Store, shard: int, by: int) -> pa.Table:
-    return _shifted(pq.read_table(io.BytesIO(place.read(progress_name(shard, "parquet")))), by)
+    return recounted(merged.infos, rows, samples, rejections)
 
 
 def _concatenated(tables: Sequence[pa.Table]) -> pa.Table:
     """Joins parts of an index; columns of optional members are those that any sample uses."""
-    known = index_schema(supported_features())
-    schema = pa.schema([field for field in known if any(field.name in table.column_names for table in tables)])
-    filled = []
-    for table in tables:
-        for field in schema:
-            if field.name not in table.column_names:
-                value = ABSENT_PLACE.offset if field.name.endswith("_offset") else ABSENT_PLACE.checksum
-                table = table.append_column(field, pa.array([value] * len(table), field.type))
-        filled.append(table.select(schema.names).cast(schema))
-    index = DatasetIndex(pa.concat_tables(filled))
+    schema = index_schema(supported_features())
+    index = DatasetIndex(pa.concat_tables([with_columns(table, schema) for table in tables]))
     used = index_schema(index.features)
     return index.table.select(used.names).cast(used)
 
@@ -260,24 +192,6 @@ def _with_source_columns(index: pa.Table, values: list[dict[str, Any]], names: S
     for name, column in columns_of(values, found.types).items():
         index = index.append_column(name, column)
     return index
-
-
-def _write_index(place: Store, table: pa.Table) -> str:
-    """Writes the index, a row group for each shard or for several. Returns its sha256."""
-    with place.writing(INDEX_NAME) as unnamed:
-        file = Hashing(unnamed)
-        with pq.ParquetWriter(file, table.schema, compression="zstd") as writer:
-            for group in _by_shard(table):
-                writer.write_table(group, row_group_size=len(group))
-    return str(file.sha256)
-
-
-def _by_shard(table: pa.Table) -> Iterator[pa.Table]:
-    """Yields the parts of a table that ascends by shard: one for each shard or, of many, for several."""
-    shards = table["shard"].to_numpy()
-    groups = shards // max(1, -(-(int(shards[-1]) + 1) // _ROW_GROUPS)) if len(shards) else shards
-    for first, stop in pairwise([*np.flatnonzero(np.diff(groups, prepend=-1)).tolist(), len(shards)]):
-        yield table.slice(first, stop - first)
 
 
 def _moved(rejections: Sequence[Rejection], kept: pa.Table) -> Iterator[Rejection]:
@@ -328,22 +242,17 @@ def _write_image_files(
     for shard in range(len(records)):
         name = progress_name(shard, FILES_SUFFIX)
         if name.removeprefix(f"{PROGRESS_DIR}/") in standing:
-            tables.append(_shifted(pq.read_table(io.BytesIO(place.read(name)), schema=FILES_SCHEMA), kept_shards))
+            table = pq.read_table(io.BytesIO(place.read(name)), schema=FILES_SCHEMA)
+            tables.append(with_shards(table, np.arange(len(records)) + kept_shards))
     if not tables:
         return {}
-    versions, sizes = FileVersions(), list[int]()
+    versions = FileVersions()
     with place.writing(IMAGE_FILES_NAME) as unnamed:
         file = Hashing(unnamed)
-        with pq.ParquetWriter(file, FILES_SCHEMA, compression="zstd") as writer:
-            for table in tables:
-                writer.write_table(table)
-                versions.add(table)
-                sizes += table["bytes"].to_pylist()
+        counts = merge_files(tables, file, versions)
         if versions.several():
             raise files_changed(place)
     place.stamp(IMAGE_FILES_NAME, compared_ns)
-    found = [size for size in sizes if size != ABSENT]
-    counts = {"files": len(sizes), "missing": len(sizes) - len(found), "bytes": sum(found)}
     return {IMAGE_FILES: {**counts, "sha256": file.sha256}}
 
 
@@ -366,15 +275,9 @@ def _kept_files(newest: Newest, rows: pa.Table, kept_shards: int) -> Iterator[pa
         known = of_path.setdefault(each["path"], each)
         if not known["xxh3_128"]:  # a row may name a file that it does not read
             of_path[each["path"]] = each
-    for group in _by_one_shard(rows, kept_shards):
-        shard = group["shard"][0].as_py()
+    bounds = np.searchsorted(rows["shard"].to_numpy(), np.arange(kept_shards + 1)).tolist()
+    for shard, (first, stop) in enumerate(pairwise(bounds)):
+        group = rows.slice(first, stop - first)
         paths = sorted({path for files in group["files"].to_pylist() for path in files or ()})
         if paths:
             yield pa.Table.from_pylist([{**of_path[path], "shard": shard} for path in paths], schema=FILES_SCHEMA)
-
-
-def _by_one_shard(rows: pa.Table, stop: int) -> Iterator[pa.Table]:
-    bounds = np.searchsorted(rows["shard"].to_numpy(), np.arange(stop + 1)).tolist()
-    for first, last in pairwise(bounds):
-        if last > first:
-            yield rows.slice(first, last - first)

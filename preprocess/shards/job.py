@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from vlmdata.errors import SourceError
+from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Rejection
 from vlmdata.format.manifest import ShardInfo, Totals, differences, summed
@@ -242,9 +243,10 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     rejections = [rejection for each in outcomes for rejection in each.rejections]
     extra = len(samples) + len(rejections) - (job.row_stop - job.row_start)
     info = ShardInfo(name, job.row_start, job.row_stop, len(samples), len(rejections), size, digest, extra)
+    table = index_table(samples, supported_features())  # the columns of the dataset are known after all shards
     record = ShardRecord(
         info,
-        totals_of(info, samples, sum(each.file_bytes for each in outcomes)),
+        DatasetIndex(table).totals([info], sum(each.file_bytes for each in outcomes)),
         rejects=summed([Counter(rejection.reason.value for rejection in rejections)]),
         features=tuple(sorted(used_features(samples))),
         unused=summed(each.unused for each in outcomes),
@@ -252,8 +254,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
         turns=summed(each.turns for each in outcomes),
     )
     with store.writing(progress_name(job.number, "parquet")) as file:
-        # All columns: the columns of the dataset are known only after all shards are made.
-        pq.write_table(index_table(samples, supported_features()), file)
+        pq.write_table(table, file)
     files = context.files(job, outcomes)
     write_files(store, progress_name(job.number, FILES_SUFFIX), job.number, files)
     write_rows(store, progress_name(job.number, ROWS_SUFFIX), job.number, context.rows(job, records))
@@ -326,26 +327,6 @@ def _add_row(
             kept = None  # the first sample has it for all
             count_turns(turns, outcome)
     return RowOutcome(tuple(samples), tuple(rejections), files, file_bytes, reads.columns, unused, unknown, turns)
-
-
-def totals_of(info: ShardInfo, rows: Sequence[IndexRow], file_bytes: int = 0) -> Totals:
-    """The sums of a shard."""
-    stored = {item.offset: item.bytes for row in rows for item in row.items}  # rows may share an item
-    return Totals(
-        rows=info.row_stop - info.row_start,
-        samples=info.samples,
-        rejected=info.rejected,
-        tokens=sum(row.length for row in rows),
-        padding=sum(row.padded_length - row.length for row in rows),
-        targets=sum(row.num_targets for row in rows),
-        items=sum(len(row.items) for row in rows),
-        patches=sum(row.num_patches for row in rows),
-        bytes=info.bytes,
-        truncated=sum(row.truncated for row in rows),
-        extra_candidates=info.extra_candidates,
-        item_bytes=sum(stored.values()),
-        file_bytes=file_bytes,
-    )
 
 
 type _Outcome = EncodedSample | RowRejected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,14 @@ import pyarrow.parquet as pq
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.format.earlier import upgraded_index
 from vlmdata.format.index_row import ITEM_COLUMNS, WHOLE_MEMBERS, IndexRow, index_schema
+from vlmdata.format.manifest import ShardInfo, Totals
 from vlmdata.format.schema import DOCUMENTS, KIND_FEATURES, MEMBER_BY_NAME, MEMBERS, OPTIONAL_MEMBERS
 from vlmdata.format.shard import ArrayPlace, ItemPlace, Placement
 from vlmdata.format.source_columns import source_fields, values_of
 from vlmdata.media.codecs import ItemShape, codec_feature
+
+#: The codec that stores files as they are.
+_FILES = "source"
 
 
 def _column[T: np.generic](name: str, kind: type[T]) -> cached_property[npt.NDArray[T]]:
@@ -211,6 +215,37 @@ class DatasetIndex:
         shards = np.repeat(self.shard, self.item_counts)
         _, first = np.unique(np.stack([shards, self.item_offsets]), axis=1, return_index=True)
         return int(self.item_bytes[first].sum(dtype=np.int64))
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the image files that the items were made of; 0 unless all items are stored as these files."""
+        as_files = set(self.item_codecs.tolist()) == {_FILES}
+        return int(self.item_bytes.sum(dtype=np.int64)) if as_files else 0
+
+    def totals(self, shards: Sequence[ShardInfo], file_bytes: int) -> Totals:
+        """Returns the sums over the samples and over their shards.
+
+        Args:
+            shards: The shards.
+            file_bytes: Bytes of the image files, which the index does not always tell.
+        """
+        # Summed in int64: a 32-bit sum of token counts overflows at two billion.
+        tokens = int(self.lengths.sum(dtype=np.int64))
+        return Totals(
+            rows=sum(info.row_stop - info.row_start for info in shards),
+            samples=len(self),
+            rejected=sum(info.rejected for info in shards),
+            tokens=tokens,
+            padding=int(self.padded_lengths.sum(dtype=np.int64)) - tokens,
+            targets=int(self.num_targets.sum(dtype=np.int64)),
+            items=len(self.grids),
+            patches=int(self.num_patches.sum(dtype=np.int64)),
+            bytes=sum(info.bytes for info in shards),
+            truncated=int(self.truncated.sum()),
+            extra_candidates=sum(info.extra_candidates for info in shards),
+            item_bytes=self.stored_item_bytes,
+            file_bytes=file_bytes,
+        )
 
     @cached_property
     def data_offsets(self) -> dict[str, npt.NDArray[np.int64]]:

@@ -67,6 +67,24 @@ def index_schema(features: Collection[str]) -> pa.Schema:
     return pa.schema(fields)
 
 
+def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Returns rows of an index with the columns of another: nothing for optional members and source columns it lacks.
+
+    Raises:
+        KeyError: If it lacks another column.
+    """
+    optional = {f"{member.name}_{what}": fill for member in OPTIONAL_MEMBERS for what, fill in vars(ABSENT).items()}
+    columns = []
+    for column in schema:
+        if column.name in table.column_names:
+            columns.append(table[column.name].cast(column.type))
+        elif column.nullable:
+            columns.append(pa.nulls(len(table), column.type))
+        else:
+            columns.append(pa.repeat(pa.scalar(optional[column.name], column.type), len(table)))
+    return pa.table(columns, schema=schema)
+
+
 @dataclass(frozen=True)
 class IndexRow:
     """The index row of a sample. Units: tokens, patches, bytes."""

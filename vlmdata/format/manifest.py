@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -109,6 +109,11 @@ class Totals:
     def candidates(self) -> int:
         """Number of candidates: one per row, and the extra ones of rows with lists."""
         return self.rows + self.extra_candidates
+
+    @classmethod
+    def summed(cls, parts: Iterable[Totals]) -> Totals:
+        """Returns the sums over datasets or shards that share nothing."""
+        return cls(**dict.fromkeys(cls.__dataclass_fields__, 0) | summed(vars(part) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -361,6 +366,27 @@ def _check_family(path: str, fields: Mapping[str, Any]) -> None:
 
 def _remedy(fields: Mapping[str, Any]) -> str:
     return f"Read it with the version that made it, {fields.get('created_by') or 'unknown'}, or a later one."
+
+
+def recounted(
+    shards: Iterable[ShardInfo], rows: Sequence[int], samples: Sequence[int], rejected: Sequence[int]
+) -> tuple[ShardInfo, ...]:
+    """Returns shards of which a dataset has a part, with its numbers of rows, samples and rejections of each."""
+    counted, start = list[ShardInfo](), 0
+    for shard, has_rows, has_samples, has_rejected in zip(shards, rows, samples, rejected, strict=True):
+        counted.append(
+            dataclasses.replace(
+                shard,
+                row_start=start,
+                row_stop=start + has_rows,
+                samples=has_samples,
+                rejected=has_rejected,
+                extra_candidates=has_samples + has_rejected - has_rows,
+                unselected=shard.samples + shard.unselected - has_samples,
+            )
+        )
+        start += has_rows
+    return tuple(counted)
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -10,13 +10,11 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
@@ -27,29 +25,22 @@ from vlmdata.format.manifest import (
     ROWS_WITH_DROPPED_REASONING,
     Manifest,
     ShardInfo,
-    Totals,
+    recounted,
 )
 from vlmdata.format.schema import (
     DOCUMENTS,
-    INDEX_NAME,
-    LEDGER_NAME,
-    SCHEMA_VERSION,
     SELECTED,
     shard_name,
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.source_columns import source_fields
 from vlmdata.format.tokenizer_files import recorded_tokenizer_files
-from vlmdata.format.writing import Hashing
 from vlmdata.select.choice import Choice, Chosen, Mask
 from vlmdata.storage.base import Store
+from vlmdata.storage.derive import Derivation, close, row_groups, take_tokenizer, with_shards
 from vlmdata.storage.join_checks import real_place, require_whole
-from vlmdata.storage.linked import Making, TakenShard, made_in, manifest_of, row_numbers, take_shards, take_tokenizer
+from vlmdata.storage.linked import Making, TakenShard, made_in, manifest_of, row_numbers, take_shards
 from vlmdata.storage.transfer import How
-from vlmdata.version import __version__
-
-_FILES = "source"  # the codec that stores files as they are
-_ROW_GROUPS = 1000  # at most, so that the footer of the index stays small
 
 
 @dataclass(frozen=True)
@@ -92,36 +83,39 @@ def select_dataset(
     require_whole(store, parent, "select")
     table = dataset.index.table.filter(pa.array(chosen.mask))
     taken = np.unique(dataset.index.shard[chosen.mask])
-    column = table.schema.get_field_index("shard")
-    numbers = np.searchsorted(taken, table["shard"].to_numpy()).astype(np.int32)
-    index = DatasetIndex(table.set_column(column, table.schema.field(column), pa.array(numbers)))
+    index = DatasetIndex(with_shards(table, np.searchsorted(taken, np.arange(len(parent.shards)))))
     source = _source(parent, index, choice, chosen)
     plan = json.dumps([source, rows_digest(np.flatnonzero(chosen.mask))], sort_keys=True).encode()
     shards = [TakenShard(store, parent.shards[old], shard_name(new)) for new, old in enumerate(taken.tolist())]
-    with made_in(out, Making("selection", "selecting", "of another dataset or of other samples", plan)) as complete:
+    with made_in(out, Making("selection", "selecting", "of another dataset or of other samples", plan)) as lock:
         transferred = take_shards(shards, out, on_shard)
-        tokenizer_files = _take_tokenizer(dataset, store, parent, out)
-        infos = _shards(index, [shard.info for shard in shards])
+        infos = _shards(index, [dataclasses.replace(shard.info, name=shard.name) for shard in shards])
         features = index.features - ({DOCUMENTS} - set(parent.features))
-        manifest = dataclasses.replace(
+        schema = pa.schema([*index_schema(features), *source_fields(index.table.schema)])
+        made = dataclasses.replace(
             parent,
             source=source,
-            totals=_totals(index, infos, parent.totals),
+            totals=index.totals(infos, index.file_bytes if parent.totals.file_bytes else 0),
             rejects={},
             shards=infos,
-            index_sha256=_write_index(index, sorted(features), out),
-            ledger_sha256=_write_ledger(out),
             features=tuple(sorted(features)),
             unused_keys={},
             unknown_keys={},
             turns=_turns(dataset, chosen.mask) if parent.turns else {},
-            family=parent.model_family.name,
-            schema_version=SCHEMA_VERSION,
-            created_by=f"vlmdata {__version__}",
-            tokenizer_files=tokenizer_files,
             version={},
         )
-        complete(manifest)
+        tokenizer_files = recorded_tokenizer_files(dataset.directory, parent)  # also of a manifest of 1.0
+        manifest = close(
+            out,
+            lock,
+            Derivation(
+                lambda: made,
+                schema,
+                row_groups(index.table.select(schema.names).cast(schema), len(infos)),
+                ledger=(),
+                tokenizer=lambda: take_tokenizer(store, tokenizer_files, out),
+            ),
+        )
     return SelectResult(manifest, transferred)
 
 
@@ -139,46 +133,10 @@ def _source(parent: Manifest, index: DatasetIndex, choice: Choice, chosen: Chose
 
 
 def _shards(index: DatasetIndex, taken: list[ShardInfo]) -> tuple[ShardInfo, ...]:
-    """Returns the shards with the new names and counts. A row is in one shard only."""
-    found, start = list[ShardInfo](), 0
-    for number, info in enumerate(taken):
-        first, stop = np.searchsorted(index.shard, [number, number + 1]).tolist()
-        rows = len(np.unique(index.source_row[first:stop]))
-        found.append(
-            dataclasses.replace(
-                info,
-                name=shard_name(number),
-                row_start=start,
-                row_stop=start + rows,
-                samples=stop - first,
-                rejected=0,
-                extra_candidates=stop - first - rows,
-                unselected=info.samples + info.unselected - (stop - first),
-            )
-        )
-        start += rows
-    return tuple(found)
-
-
-def _totals(index: DatasetIndex, shards: tuple[ShardInfo, ...], parent: Totals) -> Totals:
-    lengths = index.lengths.sum(dtype=np.int64)
-    # Of other codecs, the files are unknown.
-    has_files = bool(parent.file_bytes) and set(index.item_codecs.tolist()) == {_FILES}
-    return Totals(
-        rows=shards[-1].row_stop,
-        samples=len(index),
-        rejected=0,
-        tokens=int(lengths),
-        padding=int(index.padded_lengths.sum(dtype=np.int64) - lengths),
-        targets=int(index.num_targets.sum(dtype=np.int64)),
-        items=len(index.grids),
-        patches=int(index.num_patches.sum(dtype=np.int64)),
-        bytes=sum(info.bytes for info in shards),
-        truncated=int(index.truncated.sum()),
-        extra_candidates=sum(info.extra_candidates for info in shards),
-        item_bytes=index.stored_item_bytes,
-        file_bytes=int(index.item_bytes.sum(dtype=np.int64)) if has_files else 0,
-    )
+    """Returns the shards with the counts of the selection. A row is in one shard only."""
+    _, first = np.unique(index.source_row, return_index=True)
+    rows, samples = (np.bincount(shard, minlength=len(taken)).tolist() for shard in (index.shard[first], index.shard))
+    return recounted(taken, rows, samples, [0] * len(taken))
 
 
 def _turns(dataset: VlmDataset, chosen: Mask) -> dict[str, int]:
@@ -188,29 +146,3 @@ def _turns(dataset: VlmDataset, chosen: Mask) -> dict[str, int]:
     rows: npt.NDArray[np.int64] = dataset.index.source_row[positions[counts > 0]]
     found = {DROPPED_REASONING: int(counts.sum()), ROWS_WITH_DROPPED_REASONING: len(np.unique(rows))}
     return {name: count for name, count in found.items() if count}
-
-
-def _write_index(index: DatasetIndex, features: list[str], out: Store) -> str:
-    """Writes the index, a row group per shard or per several. Returns its sha256."""
-    schema = pa.schema([*index_schema(features), *source_fields(index.table.schema)])
-    table = index.table.select(schema.names).cast(schema)
-    groups = index.shard // -(-(int(index.shard[-1]) + 1) // _ROW_GROUPS)
-    bounds = np.flatnonzero(np.diff(groups, prepend=-1, append=-1)).tolist()
-    with out.writing(INDEX_NAME) as unnamed:
-        file = Hashing(unnamed)
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-            for first, stop in pairwise(bounds):
-                writer.write_table(table.slice(first, stop - first))
-    return str(file.sha256)
-
-
-def _write_ledger(out: Store) -> str:
-    with out.writing(LEDGER_NAME) as unnamed:
-        return str(Hashing(unnamed).sha256)
-
-
-def _take_tokenizer(dataset: VlmDataset, store: Store, parent: Manifest, out: Store) -> Mapping[str, str]:
-    """Gives ``out`` the tokenizer folder; returns its hashes, which a manifest of 1.0 does not have."""
-    files = recorded_tokenizer_files(dataset.directory, parent)
-    take_tokenizer(store, files, out)
-    return files

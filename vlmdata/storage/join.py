@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
-from vlmdata.format.index_row import index_schema
+from vlmdata.format.index_row import index_schema, with_columns
 from vlmdata.format.ledger import Rejection, read_ledger
-from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash, summed
+from vlmdata.format.manifest import Manifest, ShardInfo, Totals, summed
 from vlmdata.format.schema import (
     INDEX_NAME,
     JOINED,
@@ -32,14 +32,12 @@ from vlmdata.format.schema import (
     shard_name,
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
-from vlmdata.format.shard import ABSENT
 from vlmdata.format.source_columns import EXACT, source_fields
-from vlmdata.format.writing import Hashing
 from vlmdata.storage import Store
+from vlmdata.storage.derive import Derivation, close, take_tokenizer
 from vlmdata.storage.join_checks import real_place, require_alike, require_distinct, require_whole
-from vlmdata.storage.linked import Making, TakenShard, made_in, manifest_of, row_numbers, take_shards, take_tokenizer
+from vlmdata.storage.linked import Making, TakenShard, made_in, manifest_of, row_numbers, take_shards
 from vlmdata.storage.transfer import How
-from vlmdata.version import __version__
 
 
 @dataclass(frozen=True)
@@ -75,24 +73,19 @@ class _Part:
         """Returns its index as rows of the new index; fills in columns of absent optional members."""
         with self.store.local(INDEX_NAME) as folder:
             table = DatasetIndex.read(folder / INDEX_NAME).table
-        rows = pc.add(table["source_row"], self.row_offset)
         columns = {
-            "key": shifted_keys(table["key"].to_pylist(), self.row_offset),
-            "source_row": rows,
-            "shard": pc.add(table["shard"], self.first_shard).cast(pa.int32()),
+            "key": pa.array(shifted_keys(table["key"].to_pylist(), self.row_offset), pa.string()),
+            "source_row": pc.add(table["source_row"], self.row_offset),
+            "shard": pc.add(table["shard"], self.first_shard),
+            **{
+                field.name: _as_type(table[field.name], field.type)
+                for field in source_fields(schema)
+                if field.name in table.column_names
+            },
         }
-        for field in schema:
-            if field in source_fields(schema):
-                columns[field.name] = (
-                    _as_type(table[field.name], field.type)
-                    if field.name in table.column_names
-                    else pa.nulls(len(table), field.type)
-                )
-            elif field.name not in columns and field.name not in table.column_names:
-                fill = ABSENT.offset if field.name.endswith("_offset") else ABSENT.checksum
-                columns[field.name] = pa.array([fill] * len(table), field.type)
-        ordered = {name: columns[name] if name in columns else table[name] for name in schema.names}
-        return pa.table(ordered, schema=schema)
+        for name, column in columns.items():
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+        return with_columns(table, schema)
 
     def rejections(self) -> list[Rejection]:
         """Returns its rejections with the new row numbers."""
@@ -169,11 +162,9 @@ def join_datasets(
         for part in parts
         for info, new in zip(part.manifest.shards, part.shards(), strict=True)
     ]
-    with made_in(out, Making("join", "joining", "of other datasets", plan)) as complete:
+    with made_in(out, Making("join", "joining", "of other datasets", plan)) as lock:
         transferred = take_shards(shards, out, on_shard)
-        take_tokenizer(parts[0].store, parts[0].manifest.tokenizer_files, out)
-        manifest = _close(parts, out)
-        complete(manifest)
+        manifest = close(out, lock, _derivation(parts, out))
     return JoinResult(manifest, transferred)
 
 
@@ -192,51 +183,44 @@ def _parts(sources: Sequence[Store], allow_duplicates: bool) -> list[_Part]:
     return [_Part(*part) for part in zip(sources, manifests, shards, rows, numbers, strict=False)]
 
 
-def _close(parts: Sequence[_Part], out: Store) -> Manifest:
-    """Writes index and ledger; returns the manifest."""
-    features = tuple(sorted({feature for part in parts for feature in part.manifest.features}))
+def _derivation(parts: Sequence[_Part], out: Store) -> Derivation:
+    """Returns the dataset that the parts make, one after another."""
+    manifests = [part.manifest for part in parts]
+    features = tuple(sorted({feature for manifest in manifests for feature in manifest.features}))
     schema = pa.schema([*index_schema(features), *_joined_columns(parts)])
     rows: list[npt.NDArray[np.int64]] = []
-    with out.writing(INDEX_NAME) as unnamed:
-        index = Hashing(unnamed)
-        with pq.ParquetWriter(index, schema, compression="zstd") as writer:
-            for part in parts:
-                table = part.index(schema)
-                rows.append(table["source_row"].to_numpy())
-                if table.num_rows:
-                    writer.write_table(table)
-    with out.writing(LEDGER_NAME) as unnamed:
-        ledger = Hashing(unnamed)
+
+    def index() -> Iterator[pa.Table]:
+        for part in parts:
+            table = part.index(schema)
+            rows.append(table["source_row"].to_numpy())
+            yield table
+
+    def ledger() -> Iterator[bytes]:
         for part in parts:
             rejections = part.rejections()
             rows.append(np.array([each.row for each in rejections], dtype=np.int64))
-            ledger.write(b"".join(each.to_line() for each in rejections))
-    manifests = [part.manifest for part in parts]
-    config = _common([manifest.config for manifest in manifests]) | {
-        JOINED: [dict(manifest.config) for manifest in manifests]
-    }
-    first = manifests[0]
-    return Manifest(
-        config=config,
-        config_hash=canonical_hash(config),
-        source=_source(parts, np.unique(np.concatenate(rows))),
-        tokenizer=first.tokenizer,
-        totals=Totals(
-            **{name: sum(getattr(m.totals, name) for m in manifests) for name in Totals.__dataclass_fields__}
-        ),
-        rejects=summed(manifest.rejects for manifest in manifests),
-        shards=tuple(info for part in parts for info in part.shards()),
-        index_sha256=index.sha256,
-        ledger_sha256=ledger.sha256,
-        features=features,
-        unused_keys=summed(manifest.unused_keys for manifest in manifests),
-        unknown_keys=summed(manifest.unknown_keys for manifest in manifests),
-        turns=summed(manifest.turns for manifest in manifests),
-        family=first.family,
-        created_by=f"vlmdata {__version__}",
-        tokenizer_files=first.tokenizer_files,
-        processor=first.processor,
-    )
+            yield from (each.to_line() for each in rejections)
+
+    def manifest() -> Manifest:
+        return dataclasses.replace(
+            manifests[0],
+            config=_common([each.config for each in manifests]) | {JOINED: [dict(each.config) for each in manifests]},
+            source=_source(parts, np.unique(np.concatenate(rows))),
+            totals=Totals.summed(each.totals for each in manifests),
+            rejects=summed(each.rejects for each in manifests),
+            shards=tuple(info for part in parts for info in part.shards()),
+            features=features,
+            unused_keys=summed(each.unused_keys for each in manifests),
+            unknown_keys=summed(each.unknown_keys for each in manifests),
+            turns=summed(each.turns for each in manifests),
+            version={},
+        )
+
+    def tokenizer() -> Mapping[str, str]:
+        return take_tokenizer(parts[0].store, manifests[0].tokenizer_files, out)
+
+    return Derivation(manifest, schema, index(), ledger(), tokenizer)
 
 
 def _source(parts: Sequence[_Part], rows: npt.NDArray[np.int64]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Shards come first and the manifest last, so a command that is killed leaves no d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR, TOKENIZER_DIR
 from vlmdata.format.selection import Selection
 from vlmdata.locations import is_url
-from vlmdata.storage.base import LockedError, Store
+from vlmdata.storage.base import Lock, LockedError, Store
 from vlmdata.storage.folder import Folder
 from vlmdata.storage.transfer import How, transfer
 from vlmdata.wording import counted
@@ -40,8 +40,8 @@ class Making:
 
 
 @contextmanager
-def made_in(out: Store, making: Making) -> Iterator[Callable[[Manifest], None]]:
-    """Locks ``out``, and yields what completes the dataset there: it writes the manifest and removes the records.
+def made_in(out: Store, making: Making) -> Iterator[Lock]:
+    """Locks ``out`` while the dataset is made and closed there; then removes the records.
 
     Raises:
         ConfigMismatchError: If ``out`` has other contents than an unfinished run of the same plan.
@@ -51,13 +51,9 @@ def made_in(out: Store, making: Making) -> Iterator[Callable[[Manifest], None]]:
         out.prepare(PROGRESS_DIR, TOKENIZER_DIR)
         with out.lock(_LOCK) as lock:
             _begin(out, making)
-
-            def complete(manifest: Manifest) -> None:
-                lock.commit(MANIFEST_NAME, manifest.to_json())
-                out.tidy(PROGRESS_DIR)
-                out.delete_folder(PROGRESS_DIR)
-
-            yield complete
+            yield lock
+            out.tidy(PROGRESS_DIR)
+            out.delete_folder(PROGRESS_DIR)
     except LockedError as error:
         raise ResourceError(f"{out}: another command is at work there {error.holder}".rstrip()) from None
     except OSError as error:
@@ -121,12 +117,6 @@ def take_shards(shards: Sequence[TakenShard], out: Store, on_shard: Callable[[in
             )
         on_shard(transferred.total(), len(shards))
     return transferred
-
-
-def take_tokenizer(store: Store, names: Iterable[str], out: Store) -> None:
-    """Gives ``out`` the files of a tokenizer folder."""
-    for name in names:
-        transfer(store, f"{TOKENIZER_DIR}/{name}", out, f"{TOKENIZER_DIR}/{name}")
 
 
 def manifest_of(store: Store) -> Manifest:

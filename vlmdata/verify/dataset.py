@@ -51,8 +51,8 @@ from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_sha
 from vlmdata.wording import counted
 from vlmdata.workers import Workers, WorkersDied
 
-#: The codec that stores files as they are.
-_FILES = "source"
+#: What the index tells of the totals of a manifest.
+_SUMS = ("samples", "tokens", "padding", "targets", "items", "patches", "truncated")
 
 
 @dataclass(frozen=True)
@@ -233,20 +233,12 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
         i = int(wrong[0])
         message = f"{counted(int(index.num_patches[i]), 'patch')} for grids with {implied[i]}"
         yield Fault(INDEX_NAME, "patches", message, int(rows[i]), index.key(i))
-    # Summed in int64: a 32-bit sum of token counts overflows at two billion.
-    sums = {
-        "samples": len(index),
-        "tokens": int(index.lengths.sum(dtype=np.int64)),
-        "padding": int((index.padded_lengths - index.lengths).sum(dtype=np.int64)),
-        "targets": int(index.num_targets.sum(dtype=np.int64)),
-        "items": len(index.grids),
-        "patches": int(index.num_patches.sum(dtype=np.int64)),
-        "truncated": int(index.truncated.sum()),
-    }
+    totals = dataclasses.asdict(index.totals((), index.file_bytes))
+    sums = {name: totals[name] for name in _SUMS}
     if manifest.totals.item_bytes:  # earlier manifests lack it
-        sums["item_bytes"] = index.stored_item_bytes
-    if manifest.totals.file_bytes and set(index.item_codecs.tolist()) == {_FILES}:
-        sums["file_bytes"] = int(index.item_bytes.sum(dtype=np.int64))  # of other codecs, the files are unknown
+        sums["item_bytes"] = totals["item_bytes"]
+    if manifest.totals.file_bytes and index.file_bytes:
+        sums["file_bytes"] = index.file_bytes
     yield from totals_faults(INDEX_NAME, "totals", sums, manifest)
 
 

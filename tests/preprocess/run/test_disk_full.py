@@ -155,11 +155,13 @@ def test_a_closing_file_that_cannot_be_written_keeps_all_shards(
 ) -> None:
     """Without root: the limit on file sizes is set once the shards are made, lower than the file in question."""
     out = tmp_path / "out"
-    import vlmdata.preprocess.run.closing as closing
+    from vlmdata.preprocess.run import closing
+    from vlmdata.storage import derive
 
     size = len(next(content for path, content in whole.items() if path.rpartition("/")[2] == name))
-    step = {"index.parquet": "merged_index", "rejected.jsonl": "merged_ledger"}.get(name, "saved_tokenizer")
-    original = getattr(closing, step)
+    step = {"index.parquet": "writing_index", "rejected.jsonl": "writing_ledger"}.get(name, "saved_tokenizer")
+    module = closing if step == "saved_tokenizer" else derive
+    original = getattr(module, step)
 
     @contextmanager
     def limited(*arguments: Any) -> Iterator[Path]:
@@ -167,7 +169,7 @@ def test_a_closing_file_that_cannot_be_written_keeps_all_shards(
             yield path
 
     with monkeypatch.context() as patch:
-        patch.setattr(closing, step, limited)
+        patch.setattr(module, step, limited)
         with pytest.raises(ResourceError) as caught:
             preprocess_dataset(open_source(str(source)), out, CONFIG)
     assert "6 shards made, but completing the dataset failed" in str(caught.value)

@@ -22,10 +22,9 @@ from tests.proxy import Proxy, Request, Trouble
 from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.preprocess.config import ImageConfig, PreprocessConfig
-from vlmdata.preprocess.run import closing
 from vlmdata.preprocess.run.dataset import RunResult, preprocess_dataset
 from vlmdata.preprocess.sources.open import open_source
-from vlmdata.storage import open_store, upload
+from vlmdata.storage import derive, open_store, upload
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remote import auditable
 
@@ -242,16 +241,16 @@ def test_a_run_that_was_taken_over_completes_nothing_and_leaves_the_others_uploa
     source: Path, place: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run took over while this one was merging the index, and is uploading now."""
-    merged, (bucket, key) = closing.merged_ledger, place.removeprefix("s3://").split("/", 1)
+    writing, (bucket, key) = derive.writing_ledger, place.removeprefix("s3://").split("/", 1)
 
     def taken_over(*given: Any) -> Any:
         store = open_store(place)
         store.put(".progress/lock/2", b"{}")
         store.delete(f".progress/lock/{name}" for name in store.listing(".progress/lock") if name != "2")
         object_store.file_system().call_s3("create_multipart_upload", Bucket=bucket, Key=f"{key}/shard-000000.tar")
-        return merged(*given)
+        return writing(*given)
 
-    monkeypatch.setattr(closing, "merged_ledger", taken_over)
+    monkeypatch.setattr(derive, "writing_ledger", taken_over)
     with pytest.raises(ResourceError, match="took over while this one was stopped or could not reach the store"):
         make(source, place)
     assert open_store(place).size("manifest.json") is None
