@@ -40,8 +40,20 @@ class OptionHelp:
     shown_default: str | bool = True  # stands for the default on the help page; True for the value, False for nothing
     least: float | None = None  # its smallest value
     above: float | None = None  # what its values are more than
+    below: float | None = None  # what they are less than
     unit: str = ""  # of these
     typed: str | None = None  # the default as text, of an option whose text the command parses: ``4G``
+
+    def outside(self, value: float) -> str:
+        """Returns the bound that a number is not within, in words: ``at least 1``; empty if it is within all."""
+        unit = self.unit and f" {self.unit}"
+        if self.least is not None and not value >= self.least:
+            return f"at least {self.least:g}{unit}"
+        if self.above is not None and not value > self.above:
+            return f"more than {self.above:g}{unit}"
+        if self.below is not None and not value < self.below:
+            return f"below {self.below:g}{unit}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -136,11 +148,7 @@ def _unfit(value: Any, kinds: tuple[Any, ...], option: OptionHelp) -> str:
         return "a number"
     if not choices and bool in kinds and value not in (False, True):
         return "True or False"
-    if option.least is not None and not value >= option.least:
-        return f"at least {option.least:g}{option.unit and ' '}{option.unit}"
-    if option.above is not None and not value > option.above:
-        return f"more than {option.above:g}{option.unit and ' '}{option.unit}"
-    return ""
+    return option.outside(value)
 
 
 def option_table(of: type[Any], *, flags: bool = True) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from vlmdata.model.network.settings import Storage
+from vlmdata.options import OptionHelp
 
 #: How a part of the vision side is trained.
 Training = Literal["frozen", "lora", "full"]
@@ -14,32 +15,36 @@ Training = Literal["frozen", "lora", "full"]
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What low-rank adapters adapt, and how. Without a rank, there are none.
+    """What low-rank adapters adapt, and how. Without a rank, there are none."""
 
-    Attributes:
-        rank: Rank r of the adapters; unset trains the weights themselves.
-        alpha: The product of an adapter counts alpha / r; unset means twice the rank.
-        dropout: Share of an adapter's inputs that are dropped in training; not for routed experts.
-        rslora: Count alpha / sqrt(r) instead, as in rank-stabilised LoRA.
-        targets: Matrices of the language model to adapt: groups ("attention", "delta_net", "mlp", "shared_experts",
-            "experts", "mtp"), names in transformers' model ("q_proj") or patterns ("layers.1?.self_attn.*"). Empty
-            means all groups but "mtp".
-        vision: The vision tower without its mergers: "frozen", "lora" for adapters, "full" for its own weights.
-        merger: The same for its mergers.
-        weights: Folder of an adapter in PEFT's format to start from.
-        base: How the frozen weights of the language model's linear layers are stored: "plain", in the run's precision,
-            or "nf4", in 4 bits (QLoRA; package bitsandbytes).
-    """
-
-    rank: int | None = None
-    alpha: float | None = None
-    dropout: float = 0.0
-    rslora: bool = False
-    targets: tuple[str, ...] = ()
-    vision: Training = "frozen"
-    merger: Training = "frozen"
-    weights: str | None = None
-    base: Storage = "plain"
+    rank: Annotated[int | None, OptionHelp("Rank r of the adapters; unset trains the weights themselves.", least=1)] = (
+        None
+    )
+    alpha: Annotated[float | None, "The product of an adapter counts alpha / r; unset means twice the rank."] = None
+    dropout: Annotated[
+        float, OptionHelp("Share of an adapter's inputs that are dropped in training; not for routed experts.", least=0)
+    ] = 0.0
+    rslora: Annotated[bool, "Count alpha / sqrt(r) instead, as in rank-stabilised LoRA."] = False
+    targets: Annotated[
+        tuple[str, ...],
+        (
+            'Matrices of the language model to adapt: groups ("attention", "delta_net", "mlp", "shared_experts", '
+            '"experts", "mtp"), names in transformers\' model ("q_proj") or patterns ("layers.1?.self_attn.*"). Empty '
+            'means all groups but "mtp".'
+        ),
+    ] = ()
+    vision: Annotated[
+        Training, 'The vision tower without its mergers: "frozen", "lora" for adapters, "full" for its own weights.'
+    ] = "frozen"
+    merger: Annotated[Training, "The same for its mergers."] = "frozen"
+    weights: Annotated[str | None, "Folder of an adapter in PEFT's format to start from."] = None
+    base: Annotated[
+        Storage,
+        (
+            "How the frozen weights of the language model's linear layers are stored: \"plain\", in the run's "
+            'precision, or "nf4", in 4 bits (QLoRA; package bitsandbytes).'
+        ),
+    ] = "plain"
 
     @property
     def used_alpha(self) -> float:

@@ -9,10 +9,11 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin, get_type_hints
 
 from vlmdata.model.architecture import Architecture
 from vlmdata.model.kernels.flash_cache import flash_attention_4_takes
+from vlmdata.options import OptionHelp
 
 if TYPE_CHECKING:
     import torch
@@ -42,33 +43,48 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Options of a model's computation that are settings of a training run by the same name.
+    """Options of a model's computation that are settings of a training run by the same name."""
 
-    Attributes:
-        mtp_loss_scale: Weight of the loss of multi-token prediction.
-        moe_aux_loss: Weight of the load-balancing loss; None means the architecture's.
-        language_only: Build the language model without the vision tower, for data without images.
-        recompute: Activations of the language model that the backward pass computes again: "none"; "selective" for
-            feed-forward layers and the delta rule's states; "full" for whole layers.
-        vision_recompute: Compute the activations of all vision blocks again in the backward pass.
-        vision_attention: Attention of the vision tower with the Transformer Engine back end: its own with
-            "transformer_engine" (kernels of cuDNN), "flash_attention_4" (package flash-attn-4), or "auto" for
-            FlashAttention 4 if installed and made for the GPU.
-        compile: With Transformer Engine, have torch compile some small functions of megatron-core: activation, gates,
-            residual sums. It takes seconds at each start. If not, Triton kernels and plain sums take their place;
-            only experts are compiled then.
-        tune_kernels: Have Triton's autotuner time all configurations of the delta net's kernels at the first start,
-            instead of those in :mod:`vlmdata.model.kernels.configurations`.
-    """
-
-    mtp_loss_scale: float = 0.1
-    moe_aux_loss: float | None = None
-    language_only: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
-    vision_recompute: bool = False
-    vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
-    compile: bool = False
-    tune_kernels: bool = False
+    mtp_loss_scale: Annotated[float, OptionHelp("Weight of the loss of multi-token prediction.", least=0)] = 0.1
+    moe_aux_loss: Annotated[
+        float | None, OptionHelp("Weight of the load-balancing loss; None means the architecture's.", least=0)
+    ] = None
+    language_only: Annotated[bool, "Build the language model without the vision tower, for data without images."] = (
+        False
+    )
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        (
+            'Activations of the language model that the backward pass computes again: "none"; "selective" for '
+            'feed-forward layers and the delta rule\'s states; "full" for whole layers.'
+        ),
+    ] = "none"
+    vision_recompute: Annotated[bool, "Compute the activations of all vision blocks again in the backward pass."] = (
+        False
+    )
+    vision_attention: Annotated[
+        Literal["auto", "transformer_engine", "flash_attention_4"],
+        (
+            'Attention of the vision tower with the Transformer Engine back end: its own with "transformer_engine" '
+            '(kernels of cuDNN), "flash_attention_4" (package flash-attn-4), or "auto" for FlashAttention 4 if '
+            "installed and made for the GPU."
+        ),
+    ] = "auto"
+    compile: Annotated[
+        bool,
+        (
+            "With Transformer Engine, have torch compile some small functions of megatron-core: activation, gates, "
+            "residual sums. It takes seconds at each start. If not, Triton kernels and plain sums take their place; "
+            "only experts are compiled then."
+        ),
+    ] = False
+    tune_kernels: Annotated[
+        bool,
+        (
+            "Have Triton's autotuner time all configurations of the delta net's kernels at the first start, instead "
+            "of those in :mod:`vlmdata.model.kernels.configurations`."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,11 @@ class Packing:
     max_patches: Annotated[int | None, "Largest number of vision patches in a pack; None means no limit."] = None
     pad_to_capacity: Annotated[bool, "Whether every pack has exactly ``capacity`` tokens."] = False
     pad_multiple: Annotated[
-        int, "Multiple of tokens to which every sample is padded, in addition to what the layout needs (16 for FP8)."
+        int,
+        OptionHelp(
+            "Multiple of tokens to which every sample is padded, in addition to what the layout needs (16 for FP8).",
+            least=1,
+        ),
     ] = 1
     last: Annotated[
         LastStep,

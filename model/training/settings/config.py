@@ -10,13 +10,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
 from vlmdata.loader.config import DEFAULT_CAPACITY, Packing, Parallelism, Reading, Service
 from vlmdata.model.lora.options import LoraOptions
 from vlmdata.model.network.settings import ModelOptions
+from vlmdata.options import OptionHelp
 
 #: The value of ``model.weights`` for random initial weights.
 NO_WEIGHTS = "none"
@@ -51,7 +52,7 @@ OF_THE_LOADER = (
 def _with_loader_options[Config: type](config: Config) -> Config:
     """Adds the options :data:`OF_THE_LOADER` as fields, with the loader's types and defaults."""
     for group in (Packing, Reading, Service):
-        types = get_type_hints(group)
+        types = get_type_hints(group, include_extras=True)
         for name in OF_THE_LOADER:
             if name in types:
                 config.__annotations__[name] = types[name]
@@ -66,31 +67,40 @@ class DataConfig:
 
     The trainer's own defaults are these four: ``capacity`` and ``global_batch``, which the loader must be given;
     ``workers``, since a step should not wait for its data; and ``pad_to_capacity``, which depends on the device.
-
-    Attributes:
-        paths: Dataset directories or URLs, or a mixture file (``.toml``), or a collation service (``grpc://host:8815``).
-        blend: A weight for each dataset, such as [0.7, 0.3]; empty means one pass over each per epoch.
-        blend_by: Meaning of the weights: shares of an epoch's "tokens", "samples" or "targets", in any scale, or passes
-            over each dataset per epoch ("epochs", such as [1, 2.5]).
-        change: Whether a resumed run may have other data, blend, seed or packs than its checkpoint. It then changes
-            there, between two steps, and repeats and skips no sample.
-        capacity: Largest number of tokens in a pack.
-        global_batch: Packs per optimizer step.
-        pad_to_capacity: Make all packs equally long. Unset means only with CUDA, where some kernels are compiled and
-            tuned per length (flash-linear-attention's convolution: seconds for each new multiple of 1,024 tokens).
-        workers: Loader processes per rank: the loader's ``num_workers``.
-        eval_paths: Dataset directories or URLs to evaluate on; each has its own loss.
     """
 
-    paths: tuple[str, ...] = ()
-    blend: tuple[float, ...] = ()
-    blend_by: Literal["tokens", "samples", "targets", "epochs"] = "tokens"
-    change: bool = False
-    capacity: int = DEFAULT_CAPACITY
-    global_batch: int = 8
-    pad_to_capacity: bool | None = None
-    workers: int = 2
-    eval_paths: tuple[str, ...] = ()
+    paths: Annotated[
+        tuple[str, ...],
+        ("Dataset directories or URLs, or a mixture file (``.toml``), or a collation service (``grpc://host:8815``)."),
+    ] = ()
+    blend: Annotated[
+        tuple[float, ...], "A weight for each dataset, such as [0.7, 0.3]; empty means one pass over each per epoch."
+    ] = ()
+    blend_by: Annotated[
+        Literal["tokens", "samples", "targets", "epochs"],
+        (
+            'Meaning of the weights: shares of an epoch\'s "tokens", "samples" or "targets", in any scale, or passes '
+            'over each dataset per epoch ("epochs", such as [1, 2.5]).'
+        ),
+    ] = "tokens"
+    change: Annotated[
+        bool,
+        (
+            "Whether a resumed run may have other data, blend, seed or packs than its checkpoint. It then changes "
+            "there, between two steps, and repeats and skips no sample."
+        ),
+    ] = False
+    capacity: Annotated[int, OptionHelp("Largest number of tokens in a pack.", least=1)] = DEFAULT_CAPACITY
+    global_batch: Annotated[int, OptionHelp("Packs per optimizer step.", least=1)] = 8
+    pad_to_capacity: Annotated[
+        bool | None,
+        (
+            "Make all packs equally long. Unset means only with CUDA, where some kernels are compiled and tuned per "
+            "length (flash-linear-attention's convolution: seconds for each new multiple of 1,024 tokens)."
+        ),
+    ] = None
+    workers: Annotated[int, OptionHelp("Loader processes per rank: the loader's ``num_workers``.", least=0)] = 2
+    eval_paths: Annotated[tuple[str, ...], "Dataset directories or URLs to evaluate on; each has its own loss."] = ()
 
     @property
     def loader_options(self) -> dict[str, Any]:
@@ -100,59 +110,76 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig(ModelOptions):
-    """The model, with the options of :class:`~vlmdata.model.network.settings.ModelOptions`.
+    """The model, with the options of :class:`~vlmdata.model.network.settings.ModelOptions`."""
 
-    Attributes:
-        preset: Name of a size in :func:`vlmdata.model.families.presets`; ignored with ``hf``.
-        hf: Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built.
-        ignore_config_fields: Unknown fields of that ``config.json`` to ignore, if harmless.
-        weights: Folder of initial weights: a Hugging Face checkpoint, the output of ``vlmdata convert``, or a run's
-            checkpoint. Unset means those of ``hf``, or random without ``hf``. "none" means random weights.
-        backend: "transformer_engine", "torch", or "auto": Transformer Engine with CUDA, else torch.
-        mtp: Train multi-token prediction; unset means if the architecture has it.
-        freeze: Parts to freeze: any of "vision", "merger", "language".
-    """
-
-    preset: str = "tiny"
-    hf: str | None = None
-    ignore_config_fields: tuple[str, ...] = ()
-    weights: str | None = None
-    backend: Literal["auto", "torch", "transformer_engine"] = "auto"
-    mtp: bool | None = None
-    freeze: tuple[str, ...] = ()
+    preset: Annotated[str, "Name of a size in :func:`vlmdata.model.families.presets`; ignored with ``hf``."] = "tiny"
+    hf: Annotated[
+        str | None, "Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built."
+    ] = None
+    ignore_config_fields: Annotated[
+        tuple[str, ...], "Unknown fields of that ``config.json`` to ignore, if harmless."
+    ] = ()
+    weights: Annotated[
+        str | None,
+        (
+            "Folder of initial weights: a Hugging Face checkpoint, the output of ``vlmdata convert``, or a run's "
+            'checkpoint. Unset means those of ``hf``, or random without ``hf``. "none" means random weights.'
+        ),
+    ] = None
+    backend: Annotated[
+        Literal["auto", "torch", "transformer_engine"],
+        '"transformer_engine", "torch", or "auto": Transformer Engine with CUDA, else torch.',
+    ] = "auto"
+    mtp: Annotated[bool | None, "Train multi-token prediction; unset means if the architecture has it."] = None
+    freeze: Annotated[tuple[str, ...], 'Parts to freeze: any of "vision", "merger", "language".'] = ()
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is split over processes. The rest of the world size is data parallel.
+    """How the model is split over processes. The rest of the world size is data parallel."""
 
-    Attributes:
-        tp: Tensor parallel size.
-        vision_gpus: Processes that hold the vision tower and nothing else: the first ones. The others hold the language
-            model, in the layout of the other settings. 0: all processes share one layout.
-        vision_ahead: With ``vision_gpus``, micro-batches that the tower encodes ahead of those in the language model's
-            pipeline stages. More hide uneven images, and take memory.
-        vision_tp: Tensor parallel size of the vision tower: unset means ``tp``; with 1, each of these ranks encodes
-            some of the images. With ``vision_gpus``: any divisor of it; unset means 1.
-        sp: Sequence parallelism, off by default as in the loader; experts with tensor parallelism need it.
-        cp: Context parallel size.
-        pp: Pipeline stages.
-        ep: Expert parallel size.
-        fsdp: Shard weights, gradients and optimizer state fully over the ranks of data and context parallelism, and
-            gather the weights of a layer right before it is computed.
-        cp_comm: Communication of context-parallel attention (Transformer Engine).
-    """
-
-    tp: int = Parallelism.tensor_parallel
-    vision_gpus: int = 0
-    vision_ahead: int = 1
-    vision_tp: int | None = None
-    sp: bool = False
-    cp: int = Parallelism.context_parallel
-    pp: int = 1
-    ep: int = 1
-    fsdp: bool = False
-    cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    tp: Annotated[int, OptionHelp("Tensor parallel size.", least=1)] = Parallelism.tensor_parallel
+    vision_gpus: Annotated[
+        int,
+        OptionHelp(
+            "Processes that hold the vision tower and nothing else: the first ones. The others hold the language "
+            "model, in the layout of the other settings. 0: all processes share one layout.",
+            least=0,
+        ),
+    ] = 0
+    vision_ahead: Annotated[
+        int,
+        OptionHelp(
+            "With ``vision_gpus``, micro-batches that the tower encodes ahead of those in the language model's "
+            "pipeline stages. More hide uneven images, and take memory.",
+            least=0,
+        ),
+    ] = 1
+    vision_tp: Annotated[
+        int | None,
+        OptionHelp(
+            "Tensor parallel size of the vision tower: unset means ``tp``; with 1, each of these ranks encodes some "
+            "of the images. With ``vision_gpus``: any divisor of it; unset means 1.",
+            least=1,
+        ),
+    ] = None
+    sp: Annotated[
+        bool, "Sequence parallelism, off by default as in the loader; experts with tensor parallelism need it."
+    ] = False
+    cp: Annotated[int, OptionHelp("Context parallel size.", least=1)] = Parallelism.context_parallel
+    pp: Annotated[int, OptionHelp("Pipeline stages.", least=1)] = 1
+    ep: Annotated[int, OptionHelp("Expert parallel size.", least=1)] = 1
+    fsdp: Annotated[
+        bool,
+        (
+            "Shard weights, gradients and optimizer state fully over the ranks of data and context parallelism, and "
+            "gather the weights of a layer right before it is computed."
+        ),
+    ] = False
+    cp_comm: Annotated[
+        Literal["p2p", "all_gather", "a2a", "a2a+p2p"],
+        "Communication of context-parallel attention (Transformer Engine).",
+    ] = "p2p"
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -163,40 +190,39 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up.
+    """AdamW with linear warm-up."""
 
-    Attributes:
-        lr: Peak learning rate.
-        min_lr: Learning rate at the end of the decay; unset means a tenth of ``lr``.
-        warmup_steps: Linear warm-up steps W; step k trains with k / (W + 1) of the peak. Unset means a tenth of the
-            steps, at most 10.
-        decay_steps: Steps until ``min_lr``, including warm-up; unset means all steps of the run.
-        schedule: Shape of the decay.
-        weight_decay: Decoupled weight decay, applied to matrices only.
-        beta1: Adam's first decay rate.
-        beta2: Adam's second decay rate.
-        eps: Adam's epsilon.
-        clip_grad: Largest gradient norm; 0 disables clipping.
-        distributed: Split the optimizer state over data-parallel ranks; unset means only with CUDA.
-        overlap: Reduce gradients during the backward pass; unset means only with CUDA and several replicas.
-        moments: Type of Adam's moments, "fp32" or "bf16"; the latter needs ``parallel.fsdp``.
-        offload: Keep Adam's moments in host memory, with ``parallel.fsdp``.
-    """
-
-    lr: float = 1e-4
-    min_lr: float | None = None
-    warmup_steps: int | None = None
-    decay_steps: int | None = None
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
-    distributed: bool | None = None
-    overlap: bool | None = None
-    moments: Literal["fp32", "bf16"] = "fp32"
-    offload: bool = False
+    lr: Annotated[float, OptionHelp("Peak learning rate.", least=0)] = 1e-4
+    min_lr: Annotated[
+        float | None, OptionHelp("Learning rate at the end of the decay; unset means a tenth of ``lr``.", least=0)
+    ] = None
+    warmup_steps: Annotated[
+        int | None,
+        OptionHelp(
+            "Linear warm-up steps W; step k trains with k / (W + 1) of the peak. Unset means a tenth of the steps, at "
+            "most 10.",
+            least=0,
+        ),
+    ] = None
+    decay_steps: Annotated[
+        int | None, OptionHelp("Steps until ``min_lr``, including warm-up; unset means all steps of the run.", least=1)
+    ] = None
+    schedule: Annotated[Literal["cosine", "linear", "constant"], "Shape of the decay."] = "cosine"
+    weight_decay: Annotated[float, OptionHelp("Decoupled weight decay, applied to matrices only.", least=0)] = 0.1
+    beta1: Annotated[float, OptionHelp("Adam's first decay rate.", least=0, below=1)] = 0.9
+    beta2: Annotated[float, OptionHelp("Adam's second decay rate.", least=0, below=1)] = 0.95
+    eps: Annotated[float, OptionHelp("Adam's epsilon.", least=0)] = 1e-8
+    clip_grad: Annotated[float, OptionHelp("Largest gradient norm; 0 disables clipping.", least=0)] = 1.0
+    distributed: Annotated[
+        bool | None, "Split the optimizer state over data-parallel ranks; unset means only with CUDA."
+    ] = None
+    overlap: Annotated[
+        bool | None, "Reduce gradients during the backward pass; unset means only with CUDA and several replicas."
+    ] = None
+    moments: Annotated[
+        Literal["fp32", "bf16"], 'Type of Adam\'s moments, "fp32" or "bf16"; the latter needs ``parallel.fsdp``.'
+    ] = "fp32"
+    offload: Annotated[bool, "Keep Adam's moments in host memory, with ``parallel.fsdp``."] = False
 
     @property
     def last_lr(self) -> float:
@@ -206,45 +232,49 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Length, outputs and precision of the run.
+    """Length, outputs and precision of the run."""
 
-    Attributes:
-        out: Folder for logs and checkpoints.
-        steps: Total number of optimizer steps, across resumes.
-        seed: Seed of the initial weights.
-        precision: "fp32", "bf16", or "auto": bf16 with CUDA, else fp32.
-        fp8: Compute matrix products in FP8, E4M3 forward and E5M2 backward (Transformer Engine only).
-        fp8_recipe: FP8 scaling: of whole tensors by their current range ("tensorwise") or by that of earlier steps
-            ("delayed"; not saved in checkpoints), or of blocks ("blockwise").
-        save_every: Steps between checkpoints; 0 saves only at the end.
-        keep: Number of newest checkpoints to keep; 0 keeps all.
-        eval_every: Steps between evaluations, starting before step 1; 0 evaluates only at the end.
-        keep_best: Keep the checkpoint with the lowest evaluation loss. An evaluation with a new lowest loss saves a
-            checkpoint.
-        async_save: Write checkpoints in the background; unset means only with CUDA, and without ``optimizer.offload``.
-        verify: Compare a checkpoint with its checksums before loading it.
-        tensorboard: Write TensorBoard files.
-        wandb: Weights & Biases project to log to.
-        profile: First and last step to profile, such as [10, 12]; empty disables profiling.
-        timeout_minutes: The job ends if a rank does not respond for this long.
-    """
-
-    out: str = "runs/default"
-    steps: int = 100
-    seed: int = 1234
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    fp8: bool = False
-    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
-    save_every: int = 0
-    keep: int = 2
-    eval_every: int = 0
-    keep_best: bool = False
-    async_save: bool | None = None
-    verify: bool = True
-    tensorboard: bool = True
-    wandb: str | None = None
-    profile: tuple[int, ...] = ()
-    timeout_minutes: float = 10.0
+    out: Annotated[str, "Folder for logs and checkpoints."] = "runs/default"
+    steps: Annotated[int, OptionHelp("Total number of optimizer steps, across resumes.", least=1)] = 100
+    seed: Annotated[int, "Seed of the initial weights."] = 1234
+    precision: Annotated[Literal["auto", "fp32", "bf16"], '"fp32", "bf16", or "auto": bf16 with CUDA, else fp32.'] = (
+        "auto"
+    )
+    fp8: Annotated[
+        bool, "Compute matrix products in FP8, E4M3 forward and E5M2 backward (Transformer Engine only)."
+    ] = False
+    fp8_recipe: Annotated[
+        Literal["tensorwise", "delayed", "blockwise"],
+        (
+            'FP8 scaling: of whole tensors by their current range ("tensorwise") or by that of earlier steps '
+            '("delayed"; not saved in checkpoints), or of blocks ("blockwise").'
+        ),
+    ] = "tensorwise"
+    save_every: Annotated[int, OptionHelp("Steps between checkpoints; 0 saves only at the end.", least=0)] = 0
+    keep: Annotated[int, OptionHelp("Number of newest checkpoints to keep; 0 keeps all.", least=0)] = 2
+    eval_every: Annotated[
+        int, OptionHelp("Steps between evaluations, starting before step 1; 0 evaluates only at the end.", least=0)
+    ] = 0
+    keep_best: Annotated[
+        bool,
+        (
+            "Keep the checkpoint with the lowest evaluation loss. An evaluation with a new lowest loss saves a "
+            "checkpoint."
+        ),
+    ] = False
+    async_save: Annotated[
+        bool | None,
+        "Write checkpoints in the background; unset means only with CUDA, and without ``optimizer.offload``.",
+    ] = None
+    verify: Annotated[bool, "Compare a checkpoint with its checksums before loading it."] = True
+    tensorboard: Annotated[bool, "Write TensorBoard files."] = True
+    wandb: Annotated[str | None, "Weights & Biases project to log to."] = None
+    profile: Annotated[
+        tuple[int, ...], "First and last step to profile, such as [10, 12]; empty disables profiling."
+    ] = ()
+    timeout_minutes: Annotated[
+        float, OptionHelp("The job ends if a rank does not respond for this long.", above=0, unit="minutes")
+    ] = 10.0
 
 
 #: Settings that change neither the computation nor its order.

@@ -20,38 +20,8 @@ from vlmdata.model.training.settings.config import (
     flattened,
 )
 from vlmdata.model.training.settings.name_hints import meant
+from vlmdata.options import declared_fields
 from vlmdata.wording import counted
-
-_LEAST = {
-    "data.capacity": 1,
-    "data.global_batch": 1,
-    "data.workers": 0,
-    "data.pad_multiple": 1,
-    "parallel.tp": 1,
-    "parallel.vision_gpus": 0,
-    "parallel.vision_ahead": 0,
-    "parallel.vision_tp": 1,
-    "parallel.cp": 1,
-    "parallel.pp": 1,
-    "parallel.ep": 1,
-    "run.steps": 1,
-    "run.save_every": 0,
-    "run.keep": 0,
-    "run.eval_every": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.decay_steps": 1,
-    "optimizer.lr": 0,
-    "optimizer.min_lr": 0,
-    "optimizer.clip_grad": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.beta1": 0,
-    "optimizer.beta2": 0,
-    "optimizer.eps": 0,
-    "model.mtp_loss_scale": 0,
-    "model.moe_aux_loss": 0,
-    "lora.rank": 1,
-    "lora.dropout": 0,
-}
 
 
 def load_config(file: Path | None = None, overrides: Sequence[str | tuple[str, Any]] = ()) -> TrainConfig:
@@ -182,14 +152,11 @@ def _check_numbers(config: TrainConfig) -> None:
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name} is {value}; it must be a finite number")
-    for name, bound in _LEAST.items():
-        if values[name] is not None and values[name] < bound:
-            raise ConfigError(f"{name} is {values[name]}; it must be at least {bound}")
-    for name in ("optimizer.beta1", "optimizer.beta2"):
-        if values[name] >= 1:
-            raise ConfigError(f"{name} is {values[name]}; it must be below 1")
-    if config.run.timeout_minutes <= 0:
-        raise ConfigError(f"run.timeout_minutes is {config.run.timeout_minutes}; it must be above 0")
+    for group in _group_names():
+        for declared in declared_fields(type(getattr(config, group))):
+            name = f"{group}.{declared.name}"
+            if values[name] is not None and (wanted := declared.option.outside(values[name])):
+                raise ConfigError(f"{name} is {values[name]}; it must be {wanted}")
 
 
 def _check_blend(data: DataConfig) -> None:

@@ -134,7 +134,7 @@ def test_settings_of_lora_that_do_not_go_together(setting: str, message: str) ->
         ("data.capacity=0", "data.capacity is 0; it must be at least 1"),
         ("optimizer.lr=nan", "optimizer.lr is nan; it must be a finite number"),
         ("run.timeout_minutes=inf", "run.timeout_minutes is inf; it must be a finite number"),
-        ("run.timeout_minutes=0", "run.timeout_minutes is 0.0; it must be above 0"),
+        ("run.timeout_minutes=0", "run.timeout_minutes is 0.0; it must be more than 0 minutes"),
         ("optimizer.beta1=-0.1", "optimizer.beta1 is -0.1; it must be at least 0"),
         ("optimizer.beta2=1", "optimizer.beta2 is 1.0; it must be below 1"),
         ("optimizer.eps=-1", "optimizer.eps is -1.0; it must be at least 0"),
