@@ -43,7 +43,6 @@ sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(
 
 import numpy as np
 import psutil
-import skimage.data
 import torch
 from PIL import Image
 
@@ -63,6 +62,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = str(Path(sys.executable).parent / "vlmdata")
 CODECS = tuple(REGISTRY)
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "retina", "rocket")
+#: Of a photograph.
+PIXELS = 1_000_000
 #: Packs of 8 receipts that are timed: enough for a second or so.
 BATCHES = {"raw": 120, "zstd": 60, "jxl": 10, "source": 8}
 Row = dict[str, Any]
@@ -119,6 +120,7 @@ def photographs(work: Path) -> Path:
     if path.exists():
         return path
     import datasets
+    import skimage.data
 
     rows = []
     for name in PHOTOGRAPHS:
@@ -126,7 +128,7 @@ def photographs(work: Path) -> Path:
         width, height = picture.size
         for box in ((0, 0, width, height), (width // 8, height // 8, width * 5 // 8, height * 5 // 8)):
             cut = picture.crop(box)
-            scale = (1_000_000 / (cut.width * cut.height)) ** 0.5
+            scale = (PIXELS / (cut.width * cut.height)) ** 0.5
             enlarged = cut.resize((round(cut.width * scale), round(cut.height * scale)), Image.Resampling.LANCZOS)
             buffer = io.BytesIO()
             enlarged.save(buffer, format="JPEG", quality=90)
@@ -301,7 +303,17 @@ def memory(source: str, data: dict[str, Path], work: Path) -> Row:
     found: Row = {}
     for name in CODECS:
         note(f"memory {name}")
-        options = ["--recipe", "cord_v2", "--tokenizer", "embedded", "-j", "1", "--limit", "53", "--overwrite"]
+        options = [
+            "--recipe",
+            "cord_v2",
+            "--tokenizer",
+            "embedded",
+            "-j",
+            "1",
+            "--limit",
+            "53",
+            "--overwrite",
+        ]
         made = peak(COMMAND, "preprocess", source, "--out", str(work / "peak"), "--pixels", name, *options)
         found[name] = {"preprocess": made, "loader_worker": worker_peak(data[name], BATCHES[name])}
         if name not in ("raw", "source"):

@@ -52,6 +52,10 @@ SOURCE_BYTES = 600_000_000
 CAPACITY = 8192
 GLOBAL_BATCH = 4
 BUFFERS = 4
+#: Batches that are timed; of short samples with --quick and without.
+BATCHES = {"webdataset": 100, "on the fly": 20, "short": (50, 300)}
+#: Rows of short chats, and times that they are listed with --quick and without.
+CHATS, CHATS_LISTED = 2000, (25, 500)
 
 Row = dict[str, Any]
 
@@ -81,8 +85,8 @@ def measure(work: Path, quick: bool) -> Row:
     receipts = preprocess(name, work / "receipts", *(("--limit", "53") if name == "demo" else ()))
     shards = copies(receipts, COPIES)
     data = [repeated(receipts, COPIES * (1 if quick else LISTED), work / "listed", shards)]
-    chats = short_chats(work)
-    million = repeated(chats, 25 if quick else 500, work / "million")
+    chats = short_chats(work, CHATS)
+    million = repeated(chats, CHATS_LISTED[not quick], work / "million")
     versions = ("torch", "torchvision", "numpy", "transformers", "webdataset", "xxhash")
     results: Row = {
         "date": datetime.date.today().isoformat(),
@@ -95,7 +99,7 @@ def measure(work: Path, quick: bool) -> Row:
     results["on_the_fly"] = [against_on_the_fly(name, data, 1 if quick else 3)]
     if cord := source_named("cord_v2_real"):
         results["on_the_fly"].append(against_on_the_fly(cord, [preprocess(cord, work / "cord")], 2 if quick else 7))
-    results["short_samples"] = short_samples(million, 1 if quick else 5, 50 if quick else 300)
+    results["short_samples"] = short_samples(million, 1 if quick else 5, BATCHES["short"][not quick])
     results["first_batch"] = first_batch({"receipts": data, "chats": [million]}, 2 if quick else 7)
     results["bytes_read"] = bytes_read(data)
     results["load_average_at_end"] = round(os.getloadavg()[0], 2)
@@ -200,7 +204,7 @@ def against_webdataset(data: list[Path], files: list[Path], repeats: int) -> Row
             count += 1
         theirs.append(clock.rates(count))
         with open_loader(data) as loader:
-            ours.append(samples_per_s(loader, 100))
+            ours.append(samples_per_s(loader, BATCHES["webdataset"]))
     return {
         "samples": count,
         "webdataset_samples_per_s": median(wall for wall, _ in theirs),
@@ -254,7 +258,7 @@ def against_on_the_fly(source: str, data: list[Path], repeats: int) -> Row:
 
 def load_rate(data: list[Path], use: Callable[[PackedBatch], Any] = lambda batch: None) -> tuple[float, float]:
     with open_loader(data, global_batch=1) as loader:
-        return samples_per_s(loader, 20, use)
+        return samples_per_s(loader, BATCHES["on the fly"], use)
 
 
 def on_the_fly(source: str, dataset: Path) -> tuple[Callable[[], Iterator[Any]], str]:

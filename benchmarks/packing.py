@@ -38,6 +38,7 @@ SHARD = 1000
 GLOBAL_BATCH = 64
 DP_SIZE = 8
 RUNS = 3
+SAMPLES = 1_000_000
 
 # name -> (samples, shuffle_window, max_patches)
 TIMED = {
@@ -401,10 +402,10 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "hardware": hardware(),
         "time": measure_time(scale),
-        "fill": measure_fill(1_000_000 // scale),
+        "fill": measure_fill(SAMPLES // scale),
         "real": measure_real(),
-        "two_limits": measure_two_limits(1_000_000 // scale),
-        "balance": measure_balance(1_000_000 // scale),
+        "two_limits": measure_two_limits(SAMPLES // scale),
+        "balance": measure_balance(SAMPLES // scale),
     }
     text = markdown(results)
     print(text)

@@ -58,6 +58,8 @@ _MANY = 20
 _ROWS_PER_SHARD = 16
 #: Shards at either end of a run that are not timed.
 _EDGE = 4
+#: Repeats and images; with --quick.
+SIZES = ((5, 32), (2, 12))
 
 
 def main() -> None:
@@ -67,7 +69,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    repeats, images = (2, 12) if options.quick else (5, 32)
+    repeats, images = SIZES[options.quick]
     with tempfile.TemporaryDirectory(prefix="vlmdata-bench-") as temporary:
         work = Path(temporary)
         sources = make_sources(work, images)

@@ -23,6 +23,11 @@ import pyarrow.parquet as pq
 from hardware import hardware
 
 COMMAND = Path(sys.executable).absolute().with_name("vlmdata")
+#: Rows of the two commands whose difference is that of rows.
+FEW, MANY = 106, 636
+WORKERS = (1, 2)
+#: Commands and workers of each.
+WAYS = {"one worker": (1, 1), "two workers": (1, 2), "two commands": (2, 1)}
 _BECOME_PARENT_OF_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER: the CPU time of the worker server is counted, too
 
 
@@ -73,13 +78,13 @@ def main() -> None:
     print(hardware(), f"load {os.getloadavg()[0]:.1f}", flush=True)
     with TemporaryDirectory() as folder:
         table = pq.read_table(given.receipts)
-        files = {rows: Path(folder) / f"{rows}.parquet" for rows in (1, 53, 106, 318, 636)}
+        files = {rows: Path(folder) / f"{rows}.parquet" for rows in (1, FEW // 2, FEW, MANY // 2, MANY)}
         for rows, file in files.items():
             many = pa.concat_tables([table] * -(-rows // len(table))).slice(0, rows)
             pq.write_table(many, file, row_group_size=16)
         for tokenizer in given.tokenizer or ["embedded"]:
             for tree in filter(None, [given.before, Path(__file__).parents[1]]):
-                for workers in (1, 2):
+                for workers in WORKERS:
                     runs = [measure([files[1]], workers, tokenizer, tree) for _ in range(1 + given.rounds)]
                     first, seconds, cpu = map(min, zip(*runs[1:], strict=True))
                     which = "before" if tree == given.before else "now"
@@ -89,14 +94,13 @@ def main() -> None:
 
 
 def _rows(files: dict[int, Path], rounds: int) -> None:
-    """Prints time and CPU time for each row after the start: the difference between 636 rows and 106."""
-    ways = {"one worker": (1, 1), "two workers": (1, 2), "two commands": (2, 1)}
+    """Prints time and CPU time for each row after the start: the difference between MANY rows and FEW."""
     for _ in range(rounds):
-        for name, (commands, workers) in ways.items():
+        for name, (commands, workers) in WAYS.items():
             small, large = (
-                measure([files[rows // commands]] * commands, workers, "embedded", None) for rows in (106, 636)
+                measure([files[rows // commands]] * commands, workers, "embedded", None) for rows in (FEW, MANY)
             )
-            wall, cpu = ((large[n] - small[n]) / 530 * 1000 for n in (1, 2))
+            wall, cpu = ((large[n] - small[n]) / (MANY - FEW) * 1000 for n in (1, 2))
             print(f"| {name} | {small[1]:.1f} | {large[1]:.1f} | {wall:.1f} | {cpu:.1f} | {os.getloadavg()[0]:.1f} |")
             sys.stdout.flush()
 

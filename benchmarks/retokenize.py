@@ -40,6 +40,8 @@ from vlmdata.preprocess.sources.open import open_source
 from vlmdata.storage import open_store
 
 ROWS_PER_SHARD = 16
+#: Height and width of a photograph.
+PHOTOGRAPH = (3000, 4000)
 PROMPT = "You read receipts."
 WAYS = ("preprocess", "retokenize, source", "retokenize, kept conversations")
 
@@ -80,7 +82,7 @@ def photographs(folder: Path, rows: int) -> Path:
     for number in range(rows):
         random = np.random.default_rng(number)
         rough = Image.fromarray(random.integers(0, 256, (300, 400, 3), np.uint8))
-        rough.resize((4000, 3000), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
+        rough.resize(PHOTOGRAPH[::-1], Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
     talk = [{"role": "user", "content": "<image>What is this?"}, {"role": "assistant", "content": "Colours."}]
     lines = [json.dumps({"messages": talk, "images": [f"{number}.jpg"]}) for number in range(rows)]
     (folder / "rows.jsonl").write_text("\n".join(lines))

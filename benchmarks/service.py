@@ -35,6 +35,8 @@ from tests.service.servers import Server, serving, start
 from vlmdata import PackedBatch, StreamingLoader
 
 ROUNDS = 7
+#: Times that two clients run together, that a server is killed, and that it is stopped.
+STALLS = 3
 #: Batches of a turn that count, and those before them that do not.
 BATCHES, AHEAD = 40, 5
 #: Of the server: less than the data, so that packs are made anew, into buffers that are used again.
@@ -46,7 +48,9 @@ HEDGE = 1.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=120)
-    rows = parser.parse_args().rows
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where results are written")
+    options = parser.parse_args()
+    rows = options.rows
     with tempfile.TemporaryDirectory(prefix="vlmdata-bench-") as folder:
         data = Path(folder) / "receipts"
         command = [sys.executable, "-c", "from vlmdata.cli.main import main; main()", "preprocess", "demo"]
@@ -58,7 +62,8 @@ def main() -> None:
         f"# The collation service ({when})\n\n`python benchmarks/service.py --rows {rows}`\n\n{describe()}\n\n{table}\n"
     )
     print(text)
-    (ROOT / "benchmarks" / "results" / f"service-{when}.md").write_text(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"service-{when}.md").write_text(text)
 
 
 def describe() -> str:
@@ -92,7 +97,7 @@ def throughput(data: Path) -> list[tuple[str, str]]:
             copies.append(memcpy())
             for each in turns.values():
                 each.take()
-        together = median(two_clients(server.url) for _ in range(3))
+        together = median(two_clients(server.url) for _ in range(STALLS))
     rates = {name: each.rate for name, each in turns.items()}
     lines = [("GB/s of a memcpy here", f"{median(copies) / 1e9:.2f}")]
     lines += [(f"{name}: of memcpy", f"{rate / median(copies):.2f}") for name, rate in rates.items()]
@@ -180,7 +185,8 @@ def two_clients(place: str) -> float:
     code = (
         "import sys; sys.path[0] = '.'; from vlmdata import StreamingLoader; import time\n"
         "loader = StreamingLoader(sys.argv[1], capacity=8192, global_batch=2, dp_rank=int(sys.argv[2]), dp_size=2, "
-        "num_workers=1)\nbatches = iter(loader); next(batches); input(); begun = time.perf_counter(); total = 0\n"
+        "num_workers=1)\nbatches = iter(loader); next(batches); print(flush=True); input()\n"
+        "begun, total = time.perf_counter(), 0\n"
         "for batch in batches: total += sum(t.nbytes for t in batch.tensors().values())\n"
         "print(total, time.perf_counter() - begun)"
     )
@@ -194,7 +200,9 @@ def two_clients(place: str) -> float:
         )
         for rank in range(2)
     ]
-    time.sleep(8)  # until both have imported torch and hold their first batch
+    for each in clients:  # until both have imported torch and hold their first batch
+        assert each.stdout is not None
+        each.stdout.readline()
     results = []
     for each in clients:
         assert each.stdin is not None
@@ -224,7 +232,7 @@ def stall(data: Path) -> list[tuple[str, str]]:
     lines = []
     for name, harm in (("killed", "SIGKILL"), ("stopped", "SIGSTOP")):
         waits = []
-        for _ in range(3):
+        for _ in range(STALLS):
             with two_servers(data) as (first, second):
                 place = f"grpc://127.0.0.1:{first.port},127.0.0.1:{second.port}"
                 with StreamingLoader(place, num_workers=1, prefetch_factor=1, hedge=HEDGE, **OPTIONS) as loader:

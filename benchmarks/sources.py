@@ -48,24 +48,30 @@ RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = str(Path(sys.executable).parent / "vlmdata")
 _ROWS_PER_GROUP = 250
 _ROWS_PER_SHARD = 32
+#: Files in the bucket, rows whose speed is measured, and rounds; with --quick.
+SIZES = ((1000, 192, 5), (50, 64, 2))
+ROWS_PER_FILE = 1000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where results are written")
+    options = parser.parse_args()
+    files, rows, repeats = SIZES[options.quick]
     began = hardware("pyarrow", "s3fs", "moto", "datasets")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with serving(folder / "moto.log") as server, _environment(server, folder / "cache"):
             found = {
                 "hardware": began,
-                "first_shard": _first_shard(server, folder, files=50 if quick else 1000, rows=1000),
-                "rows": _rows_per_second(server, folder, rows=64 if quick else 192, repeats=2 if quick else 5),
+                "first_shard": _first_shard(server, folder, files, ROWS_PER_FILE),
+                "rows": _rows_per_second(server, folder, rows, repeats),
             }
     day = datetime.date.today().isoformat()
-    (RESULTS / f"sources-{day}.json").write_text(json.dumps(found, indent=2) + "\n")
-    (RESULTS / f"sources-{day}.md").write_text(_report(found, day))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"sources-{day}.json").write_text(json.dumps(found, indent=2) + "\n")
+    (options.out / f"sources-{day}.md").write_text(_report(found, day))
     print(_report(found, day))
 
 

@@ -50,6 +50,8 @@ from vlmdata.preprocess.sources.open import open_source
 
 CONFIG = PreprocessConfig(recipe="chat")
 LIMITS = VideoLimits()
+#: Width and height of the clips for the memory.
+LARGE = (1920, 1080)
 
 
 def decode_all(path: Path) -> None:
@@ -164,7 +166,7 @@ def loading(clips: list[Path], rounds: int) -> dict[str, Any]:
     return found
 
 
-def long_clip(path: Path, frames: int, size: tuple[int, int] = (1920, 1080)) -> None:
+def long_clip(path: Path, frames: int, size: tuple[int, int]) -> None:
     """Encodes smooth noise that moves, a key frame per 50 frames."""
     random = np.random.default_rng(0)
     coarse = Image.fromarray(random.integers(0, 256, (68, 120, 3), np.uint8))
@@ -200,12 +202,12 @@ def memory(frames: tuple[int, ...]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for count in frames:
             path = Path(folder) / f"{count}.mp4"
-            long_clip(path, count)
+            long_clip(path, count, LARGE)
             command = [sys.executable, __file__, "--peak", str(path)]
             out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             before, after, stored, patches, grid = json.loads(out)
             file = path.stat().st_size / 2**20
-            decoded = count * 1920 * 1080 * 3 / 2**20
+            decoded = count * LARGE[0] * LARGE[1] * 3 / 2**20
             names = {"above_mib": after - before, "with_zstd_mib": stored - before, "patches_mib": patches}
             found.append({"frames": count, "grid": grid, "file_mib": file, "decoded_mib": decoded, **names})
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)

@@ -91,6 +91,12 @@ def _running_server(module: str) -> forkserver.ForkServer:
     return _servers[module]
 
 
+def server_address(module: str) -> str:
+    """The address of the server with a module, for processes that shall use it, too."""
+    server: Any = _running_server(module)
+    return str(server._forkserver_address)
+
+
 class Forked(subprocess.Popen[str]):
     """A process that calls a function as its program.
 

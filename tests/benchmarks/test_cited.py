@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.benchmarks.toy import run_toy
 from tests.chat_rows import write_jsonl
+from tests.conftest import cord_row, write_cord_parquet
+from tests.forked import MODELS as MODEL_SERVER
 from tests.forked import run_forked
 from tests.loader.rows import chat_rows
+from tests.media.video.clips import clip
 from tests.model.small_vocabulary import build_chats
 from tests.model.training.conftest import short
 from tests.model.training.ranks import ROOT, Ranks
@@ -41,36 +44,90 @@ MODELS: dict[str, tuple[int, str]] = {
 }
 #: Those of them that compare with transformers' models.
 OF_TRANSFORMERS = ("adapter_peer.py", "one_axis_peer.py", "lora_peer.py")
-#: Scripts without it.
-OTHERS: dict[str, str] = {
-    "packing_pairs.py": "40",
-    "object_store.py": "driver --shards 8 --rows 2",
+#: Other scripts: options, and constants that are smaller here. P are rows with images, V is a clip, R the root; S takes
+#: the place of the folder with real data.
+TOYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "codecs.py": (
+        "--quick --work W --out O",
+        {
+            "codecs.CODECS": ("raw", "zstd"),
+            "codecs.BATCHES": dict.fromkeys(("raw", "zstd", "jxl", "source"), 1),
+            "loader_data.SHARED": "S",
+        },
+    ),
+    "decoder_share.py": (
+        "--rounds 1 --out O",
+        {"loader_data.SHARED": "S", "decoder_share.EPOCHS": dict.fromkeys(("raw", "zstd", "jxl"), 1)},
+    ),
+    "engines.py": ("--rounds 1 --rows 4 --rows-per-shard 1", {"engines.MANY_SHARDS": 4}),
+    "loader.py": (
+        "--quick --out O",
+        {
+            "loader.BATCHES": {"webdataset": 1, "on the fly": 1, "short": (1, 1)},
+            "loader.SOURCE_BYTES": 100_000_000,
+            "loader.COPIES": 1,
+            "loader.GLOBAL_BATCH": 1,
+            "loader.CHATS": 100,
+            "loader.CHATS_LISTED": (2, 2),
+            "loader_data.SHARED": "S",
+        },
+    ),
+    "near_duplicates.py": ("--samples 100", {}),
+    "object_store.py": ("driver --shards 8 --rows 2", {}),
+    "packing.py": (
+        "--quick",
+        {
+            "packing.SAMPLES": 20_000,
+            "packing.TIMED": {"1 M": (20_000, None, None)},
+            "packing.RUNS": 1,
+            "packing.REPEATS": (1,),
+        },
+    ),
+    "packing_pairs.py": ("40", {}),
+    "preprocess.py": (
+        "--quick --out O",
+        {
+            "preprocess.SIZES": ((1, 2), (1, 2)),
+            "preprocess._MANY": 3,
+            "preprocess._ROWS_PER_SHARD": 1,
+            "preprocess._EDGE": 1,
+            "preprocess.SHARED": "S",
+        },
+    ),
+    "preprocess_pairs.py": ("R R --rounds 1 --images 1 --out O", {"preprocess_pairs._SCAN_PIXELS": 100_000}),
+    "preprocess_start.py": (
+        "P --rounds 1",
+        {
+            "preprocess_start.FEW": 2,
+            "preprocess_start.MANY": 4,
+            "preprocess_start.WORKERS": (1,),
+            "preprocess_start.WAYS": {"two commands": (2, 1)},
+        },
+    ),
+    "retokenize.py": (
+        "--rows 2 --rounds 1 --codecs raw --out O",
+        {"retokenize.ROWS_PER_SHARD": 1, "retokenize.PHOTOGRAPH": (300, 400)},
+    ),
+    "service.py": (
+        "--rows 24 --out O",
+        {
+            "service.OPTIONS": {"capacity": 2048, "global_batch": 1},
+            "service.ROUNDS": 1,
+            "service.BATCHES": 12,
+            "service.AHEAD": 1,
+            "service.STALLS": 1,
+        },
+    ),
+    "sources.py": ("--quick --out O", {"sources.SIZES": ((2, 4, 1), (2, 4, 1)), "sources.ROWS_PER_FILE": 2}),
+    "video.py": ("V --rounds 1 --frames 4 --out O", {"video.LARGE": (192, 108)}),
 }
-#: Cited, but their smallest run takes half a minute or more, most of it in commands that they start and time: here only
-#: their imports and options.
-LONG = (
-    "loader.py",
-    "preprocess.py",
-    "preprocess_pairs.py",
-    "preprocess_workers.py",
-    "preprocess_start.py",
-    "engines.py",
-    "video.py",
-    "video_step.py",
-    "sources.py",
-    "service.py",
-    "packing.py",
-    "retokenize.py",
-    "decoder_share.py",
-    "near_duplicates.py",
-)
-#: Not run here. Those of the trainer start jobs of the command line, which have tests of their own.
+#: Only their imports and options are tried. Those of the trainer start jobs of the command line, which have tests.
 ELSEWHERE = {
     "train_runs.py": "jobs on CUDA devices",
     "train_parity.py": "bf16 on CUDA devices",
     "train_faults.py": "jobs on CUDA devices",
+    "preprocess_workers.py": "a pool of new interpreters on many cores",
     "cold_start.py": "compiles kernels on a CUDA device",
-    "codecs.py": "needs the photographs of vlmdata[bench]",
     "peers/run.py": "installs other loaders from the network",
     "install.py": "installs wheels from the network",
 }
@@ -84,18 +141,22 @@ def cited() -> set[str]:
 
 
 def test_each_cited_script_is_run_or_said_not_to_be() -> None:
-    known = {*MODELS, *OTHERS, *LONG, *ELSEWHERE}
+    known = {*MODELS, *TOYS, "video_step.py", *ELSEWHERE}
     assert cited() <= known
     assert all((ROOT / "benchmarks" / name).exists() for name in known)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def data(cord_parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Places in the options: datasets, and a folder to work in."""
     folder = tmp_path_factory.mktemp("cited")
     rows = short(chat_rows(40))
     texts = [row for row in rows if not row.get("images")]
-    made = {"W": str(folder / "work"), "O": str(folder / "results")}
+    made = {"O": str(folder / "results"), "P": str(cord_parquet), "R": str(ROOT), "V": str(folder / "clip.mp4")}
+    made["W"] = str(write_cord_parquet(folder / "work" / "photographs.parquet", [cord_row()]).parent)
+    made["S"] = str(folder / "shared")
+    write_cord_parquet(folder / "shared" / "receipts_real" / "train.parquet", [cord_row(n) for n in range(4)])
+    (folder / "clip.mp4").write_bytes(clip(size=(64, 96)))
     for name, of in (("C", rows), ("T", texts)):
         source = write_jsonl(folder / f"{name}.jsonl", of)
         made[name] = str(build_chats(source, folder / name, image=ImageConfig(1024, 16384)))
@@ -104,7 +165,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def filled(options: str, data: dict[str, str]) -> list[str]:
     """Options with places in them."""
-    return [re.sub(r"\b[CTOW]$", lambda found: data[found[0]], each) for each in shlex.split(options)]
+    return [re.sub(r"\b[COPRTVW]$", lambda found: data[found[0]], each) for each in shlex.split(options)]
 
 
 @pytest.mark.parametrize("script", MODELS)
@@ -112,9 +173,8 @@ def test_a_script_around_the_model_runs(script: str, data: dict[str, str], tmp_p
     pytest.importorskip("megatron.core")
     world, options = MODELS[script]
     written = [] if script == "sharding_pairs.py" else ["--out", str(tmp_path / "results")]
-    if script in OF_TRANSFORMERS:  # what others are forked from has transformers without its models
-        line = [sys.executable, f"{ROOT}/benchmarks/{script}", *filled(options, data), "--out", f"{tmp_path}/results"]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if script in OF_TRANSFORMERS:
+        done = run_toy(script, *filled(options, data), "--out", f"{tmp_path}/results", sizes={}, server=MODEL_SERVER)
         assert done.returncode == 0, done.stderr
         assert any("|---|" in each.read_text() for each in (tmp_path / "results").glob("*.md"))
         return
@@ -124,15 +184,29 @@ def test_a_script_around_the_model_runs(script: str, data: dict[str, str], tmp_p
     assert any("|---|" in each for each in tables), ranks.said(0)
 
 
-@pytest.mark.parametrize("script", OTHERS)
+@pytest.mark.parametrize("script", TOYS)
 def test_another_script_runs(script: str, data: dict[str, str]) -> None:
-    done = run_forked(str(ROOT / "benchmarks" / script), *filled(OTHERS[script], data))
+    options, sizes = TOYS[script]
+    sizes = {name: data["S"] if size == "S" else size for name, size in sizes.items()}
+    done = run_toy(script, *filled(options, data), sizes=sizes)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
 
-@pytest.mark.parametrize("script", sorted({*LONG, *ELSEWHERE} - {"codecs.py"}))
-def test_a_long_script_says_its_options(script: str) -> None:
+def test_a_step_on_clips_runs(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    make = f"make --out {tmp_path}/clips --clips 1 --seconds 0.3 --rows 2 --max-pixels 65536 --pixels raw"
+    done = run_toy("video_step.py", *make.split(), sizes={})
+    assert done.returncode == 0, done.stderr
+    options = "--presets tiny --capacity 1024 --workers 0 --processes 0 --decoder pyav --steps 1 --warmup 0"
+    run = f"run --data {tmp_path}/clips --out {tmp_path}/results {options}"
+    done = run_toy("video_step.py", *run.split(), sizes={}, server=MODEL_SERVER)
+    assert done.returncode == 0, done.stderr
+    assert "| tiny | in the step |" in done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(ELSEWHERE))
+def test_a_script_for_other_machines_says_its_options(script: str) -> None:
     done = run_forked(str(ROOT / "benchmarks" / script), "--help")
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
