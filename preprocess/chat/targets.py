@@ -184,7 +184,7 @@ def _said(text: str, tokens: Tokens, said: range, body: int, tokenizer: ChatToke
     ended = at < len(ends) and ends[at] < said.stop
     token = ends[at] if ended else said.stop - 1
     # Only a token that is just the newline: a longer one ("\n\n") belongs to the template, between turns.
-    newline = ended and tokens.ids[token + 1 : token + 2].tolist() == [marks.assistant[-1]]
+    newline = ended and tuple(tokens.ids[token + 1 : token + 2].tolist()) in {marks.assistant[-1:]} - {()}
     return _turn(text, body, int(tokens.starts[token]), int(tokens.ends[token + newline]), chat)
 
 

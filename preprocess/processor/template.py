@@ -6,11 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from vlmdata.families.chat import ChatFormat
-from vlmdata.families.qwen import CHATML
 
 type Render = Callable[[list[dict[str, Any]]], str]
 
 _TALK = (("user", "First question?"), ("assistant", "Answer one."), ("user", "Another one?"), ("assistant", "The end."))
+
+
+#: Texts around reasoning, as most templates write them.
+_THINK = ("<think>\n", "\n</think>\n\n")
 
 
 class NotLearned(ValueError):
@@ -45,13 +48,13 @@ def learned_chat(render: Render, tokens: Collection[str], begin: str, source: st
     opening = opening[len(turn_end) :].lstrip() if opening.startswith(turn_end) else opening
     turn_start = _first_token(opening, tokens)
     header = opening[len(turn_start) :]
-    if not turn_start or not header:
-        raise NotLearned(f"it begins the answers of {text!r:.300} with no token and name of their own")
+    if not turn_start or (not header and turn_start in answer):
+        raise NotLearned(f"it begins the answers of {text!r:.300} with no token of their own")
     return ChatFormat(
         turn_start=turn_start,
         turn_end=turn_end,
         assistant_header=header,
-        think=CHATML.think if "<think>" in source else None,
+        think=_THINK if "<think>" in source else None,
         begin=begin if begin and before.startswith(begin) else "",
         end_of_text="",
     )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 
 from vlmdata.errors import DatasetFormatError, UsageError
+from vlmdata.families.processor import TENSORS
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo
@@ -71,7 +72,8 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
     else:
         assert work.video_pixels is not None
         reader = SampleReader(number, work.manifest, work.shards)
-        codecs = {IMAGE: REGISTRY.find(work.pixels).name, VIDEO: REGISTRY.find(work.video_pixels).name}
+        images = REGISTRY.find(work.pixels).name
+        codecs = {IMAGE: images, TENSORS: images, VIDEO: REGISTRY.find(work.video_pixels).name}
         try:
             with store.writing(shard_name(number)) as file, ShardWriter(file) as writer:
                 items = _Items()

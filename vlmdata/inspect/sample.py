@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
+from vlmdata.families.processor import TENSORS, ProcessorFamily
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, SHORTENED, VARIANT, Sample
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
@@ -157,10 +158,15 @@ class SampleDescriber:
         info, metadata = dataset.manifest.tokenizer, dataset.metadata(i)
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
         turns = find_turns(ids, mask, info, self.texts)
-        starts = item_starts(sample, row.item_starts, dataset.family, info)
+        begins, columns = row.item_starts, _columns(metadata)
+        flat = tuple(flat_images(sample))
+        if isinstance(dataset.family, ProcessorFamily):  # its tensors are no pictures
+            sample, begins, flat = replace(sample, items=(), patches=sample.patches[:0]), (), ()
+            columns |= _tensors(metadata)
+        starts = item_starts(sample, begins, dataset.family, info)
         numbers, spans = _spans(sample, turns, starts, dataset, self.texts)
         targets, table = int(np.count_nonzero(mask)), _table(sample, self.texts, numbers, dataset.family)
-        pictures = pictures_of(sample.items, row.item_starts, dataset.family, metadata)
+        pictures = pictures_of(sample.items, begins, dataset.family, metadata)
         return SampleDescription(
             key=row.key,
             index=i,
@@ -179,9 +185,9 @@ class SampleDescriber:
             spans=spans,
             images=_images(sample, starts, metadata, dataset.family),
             boxes=boxes_of(table.texts, dataset.family.grounding, pictures, metadata),
-            columns=_columns(metadata),
+            columns=columns,
             tokens=table,
-            findings=_by_severity([*findings, *flat_images(sample)]),
+            findings=_by_severity([*findings, *flat]),
         )
 
     def findings(self, i: int) -> tuple[Finding, ...]:
@@ -303,6 +309,12 @@ def _columns(metadata: Mapping[str, Any]) -> dict[str, Any]:
     arguments = metadata.get(TEMPLATE_ARGUMENTS)
     columns |= {name: metadata[name] for name in (VARIANT, SHORTENED) if isinstance(metadata.get(name), dict)}
     return columns | ({TEMPLATE_ARGUMENTS: arguments} if isinstance(arguments, dict) else {})
+
+
+def _tensors(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the shapes of a processor's tensors by name, as the metadata records them."""
+    recorded = recorded_source(metadata, 0).get(TENSORS)
+    return {} if recorded is None else {TENSORS: recorded}
 
 
 def _images(

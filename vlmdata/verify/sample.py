@@ -310,8 +310,8 @@ def _runs_to_the_end(inside: npt.NDArray[np.bool_], turn: npt.NDArray[np.int32],
     if not len(ends):  # a truncated answer
         return stop == len(turn)
     after = int(ends[0]) + 1
-    newline = tokenizer.turns.assistant[-1]
-    return stop == after + int(after < len(turn) and turn[after] == newline)
+    newline = tokenizer.turns.assistant[-1:]
+    return stop == after + int(after < len(turn) and turn[after] in newline)
 
 
 def _positions(sample: Sample, blocks: Blocks, starts: npt.NDArray[np.int64], family: Family) -> Iterator[Finding]:

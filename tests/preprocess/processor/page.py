@@ -33,18 +33,23 @@ def outcome(model_type: str, folder: Path) -> tuple[str, str]:
     return "; ".join(map(described, family.tensors)), str(len(family.position_axes))
 
 
+def row(model_type: str, folder: Path) -> str:
+    """Returns a row of the table."""
+    tensors, axes = outcome(model_type, folder)
+    return f"| `{model_type}` | {tensors} | {axes} |"
+
+
+def others() -> str:
+    """Returns the models of transformers with an image processor that no tiny one stands for."""
+    known = set(processing_auto.PROCESSOR_MAPPING_NAMES) & set(image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES)
+    return ", ".join(f"`{name}`" for name in sorted(known - set(TINY)))
+
+
 def table(folder: Path) -> str:
-    """Returns the table, and the models of transformers that no tiny one stands for."""
+    """Returns the table, and the models that were not tried."""
     lines = ["| `model_type` | tensors: how they join, how they are stored | axes of positions |", "|---|---|---|"]
-    for model_type in sorted(TINY):
-        tensors, axes = outcome(model_type, folder / model_type)
-        lines.append(f"| `{model_type}` | {tensors} | {axes} |")
-    others = sorted(
-        set(processing_auto.PROCESSOR_MAPPING_NAMES)
-        & set(image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES) - set(TINY)
-    )
-    listed = ", ".join(f"`{name}`" for name in others)
-    return "\n".join(lines) + f"\n\nNot tried, for want of a tiny model: {listed}.\n"
+    lines += [row(model_type, folder / model_type) for model_type in sorted(TINY)]
+    return "\n".join(lines) + f"\n\nNot tried, for want of a tiny model: {others()}.\n"
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from tests.preprocess.processor.tiny import BOUNDS
 from vlmdata import PackedBatch, StreamingLoader, VlmDataset
 from vlmdata.cli.main import app
 from vlmdata.errors import DatasetFormatError, UsageError
-from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig
+from vlmdata.preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText
 from vlmdata.preprocess.processor import load_processor
 from vlmdata.preprocess.run.dataset import preprocess_dataset
 from vlmdata.preprocess.sources.open import open_source
@@ -101,11 +101,11 @@ def test_every_sample_is_what_the_processor_makes_of_its_row(dataset: Any, rows:
 def test_targets_are_the_answers_and_what_ends_them(dataset: Any, rows: Path) -> None:
     opened, folder = dataset
     tokenizer = load_processor(str(folder)).runner.processor.tokenizer
-    lines = rows.read_text().splitlines()
+    lines, end = rows.read_text().splitlines(), "<|im_end|>" if folder.name == "mistral3" else "<|im_end|>\n"
     for sample in opened:
         talk = json.loads(lines[int(sample.key)])["messages"]
         learned = tokenizer.decode(sample.input_ids[sample.loss_mask == 1].tolist())
-        assert learned == "".join(f"{turn['content']}<|im_end|>\n" for turn in talk if turn["role"] == "assistant")
+        assert learned == "".join(f"{turn['content']}{end}" for turn in talk if turn["role"] == "assistant")
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
@@ -133,7 +133,10 @@ def test_a_known_model_takes_its_family_and_others_the_general_one(rows: Path, m
         assert VlmDataset(out).manifest.family == family
 
 
-def test_rows_that_the_processor_would_misread_are_rejected(models: Any, tmp_path: Path, rows: Path) -> None:
+@pytest.mark.parametrize("special_text", list(SpecialText))
+def test_rows_that_the_processor_would_misread_are_rejected(
+    special_text: SpecialText, models: Any, tmp_path: Path, rows: Path
+) -> None:
     image = {"type": "image", "image": str(rows.parent / "1_0.png")}
     for name in ("1_0.png",):
         shutil.copy(rows.parent / name, tmp_path / name)
@@ -148,12 +151,38 @@ def test_rows_that_the_processor_would_misread_are_rejected(models: Any, tmp_pat
     ]
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))
-    opened = made(source, tmp_path / "out", processor=str(models("mistral3")), family="processor")
+    opened = made(
+        source, tmp_path / "out", processor=str(models("mistral3")), family="processor", special_text=special_text
+    )
     assert [sample.key for sample in opened] == ["000000003"]
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
     assert reasons == ["special_token_text", "special_token_text", "unsupported_content"]
 
 
+@pytest.mark.parametrize("dataset", ["mistral3"], indirect=True)
+def test_other_commands_take_the_dataset(dataset: Any, tmp_path: Path) -> None:
+    opened, _ = dataset
+    run = lambda *words: CliRunner().invoke(app, [str(word) for word in words])  # noqa: E731
+    source = opened.directory
+    for command in (
+        ("recode", source, "--pixels", "zstd", "--out", tmp_path / "zstd"),
+        ("select", source, "--where", "length > 60", "--out", tmp_path / "some"),
+        ("inspect", source),
+        ("inspect", source, "--sample", "000000002"),
+    ):
+        result = run(*command)
+        assert result.exit_code == 0, (command, result.output, result.exception)
+    assert "pixel_values" in result.output
+    for name in ("zstd", "some"):
+        assert not verify_dataset(tmp_path / name).faults
+    whole, recoded = batch_of(source).model_inputs(), batch_of(tmp_path / "zstd").model_inputs()
+    assert all(torch.equal(recoded[name], value) for name, value in whole.items())
+    refused = run("retokenize", source, "--tokenizer", "embedded", "--out", tmp_path / "again")
+    assert isinstance(refused.exception, UsageError)
+    assert "family processor" in str(refused.exception)
+
+
+@pytest.mark.parametrize("dataset", ["mistral3"], indirect=True)
 def test_what_the_general_family_lacks_is_refused_by_name(dataset: Any) -> None:
     opened, folder = dataset
     for options, what in (
@@ -172,6 +201,7 @@ def test_what_the_general_family_lacks_is_refused_by_name(dataset: Any) -> None:
         PreprocessConfig.from_json(opened.manifest.config["options"])
 
 
+@pytest.mark.parametrize("dataset", ["mistral3"], indirect=True)
 def test_a_strangers_description_of_tensors_is_refused_as_damage(dataset: Any, tmp_path: Path) -> None:
     opened, _ = dataset
     copy = tmp_path / "copy"

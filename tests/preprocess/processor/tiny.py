@@ -21,6 +21,13 @@ _TEMPLATE = (
     "{% if part.type == 'image' %}PLACEHOLDER{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+#: Answers stand between a token that ends questions, and one that ends texts.
+_MISTRAL = (
+    "{% for message in messages %}{% if message.role == 'user' %}[INST]{% endif %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}PLACEHOLDER{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message.role == 'user' %}[/INST]{% else %}<|im_end|>{% endif %}{% endfor %}"
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Tiny:
         videos: Arguments of its video processor.
         begin: The token that begins texts.
         config: Values in the model's configuration.
+        template: Its chat template, with PLACEHOLDER for an image.
     """
 
     image: str
@@ -46,6 +54,7 @@ class Tiny:
     videos: Mapping[str, Any] = field(default_factory=dict)
     begin: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    template: str = _TEMPLATE
 
 
 _QWEN = Tiny(
@@ -114,9 +123,10 @@ TINY: dict[str, Tiny] = {
     "glm46v": _GLM,
     "mistral3": Tiny(
         "[IMG]",
-        extra=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        extra=("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"),
         arguments={"patch_size": 14, "spatial_merge_size": 2},
         images={"patch_size": 14, "size": {"longest_edge": 336}},
+        template=_MISTRAL,
     ),
     "llava_onevision": Tiny(
         "<image>",
@@ -263,7 +273,7 @@ def save_tiny(model_type: str, folder: Path) -> Path:
 
         given["feature_extractor"] = _part(feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES, model_type)()
     processor = kind(**given)
-    processor.chat_template = _TEMPLATE.replace("PLACEHOLDER", tiny.image)
+    processor.chat_template = tiny.template.replace("PLACEHOLDER", tiny.image)
     if tiny.begin:
         processor.chat_template = tiny.begin + processor.chat_template
     processor.save_pretrained(folder)
