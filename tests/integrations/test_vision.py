@@ -50,7 +50,10 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 def features_of(model: Any, batch: Any) -> list[torch.Tensor]:
     found = model.model.get_image_features(batch.pixel_values(), batch.image_grid_thw, return_dict=True)
-    return [torch.cat(list(found.pooler_output)), *(getattr(found, "deepstack_features", None) or ())]
+    layers = getattr(found, "deepstack_features", None) or ()
+    # One tensor per layer, or from transformers 5.24 on, one of each image per layer.
+    deep = [layer if torch.is_tensor(layer) else torch.cat(layer) for layer in layers]
+    return [torch.cat(list(found.pooler_output)), *deep]
 
 
 @every_model

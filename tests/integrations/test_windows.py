@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -21,20 +22,29 @@ segment = st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=1, max_
 )
 
 
-def masks_of_transformers(marks: torch.Tensor, positions: torch.Tensor, window: int) -> torch.Tensor:
-    """bool (T, T) of a pack, whose samples transformers finds by their positions."""
+def masks_of_transformers(segments: list[list[bool]], window: int) -> torch.Tensor:
+    """bool (T, T) of a pack: those of each sample alone, on the diagonal.
+
+    transformers finds samples of a pack by their positions, but 5.24 then looks up the images of the first sample for
+    all.
+    """
+    return torch.block_diag(*(_mask_of_transformers(torch.tensor(each), window) for each in segments)).bool()
+
+
+def _mask_of_transformers(marks: torch.Tensor, window: int) -> torch.Tensor:
     from transformers.models.gemma4.modeling_gemma4 import (
         create_masks_for_vision_model,
         get_block_sequence_ids_for_mask,
     )
 
+    cache = {"cache", "past_key_values"} & inspect.signature(create_masks_for_vision_model).parameters.keys()
     config: Any = SimpleNamespace(_attn_implementation="sdpa", sliding_window=window, is_causal=True)
     masks = create_masks_for_vision_model(
         config=config,
         inputs_embeds=torch.zeros(1, len(marks), 1),
         attention_mask=None,
-        past_key_values=None,
-        position_ids=positions[None],
+        position_ids=torch.arange(len(marks))[None],
+        **dict.fromkeys(cache),
         block_sequence_ids=get_block_sequence_ids_for_mask(marks[None].long(), marks.device),
     )
     found: torch.Tensor = masks["sliding_attention"][0, 0]
@@ -45,11 +55,10 @@ def masks_of_transformers(marks: torch.Tensor, positions: torch.Tensor, window: 
 def test_masks_equal_those_of_transformers(segments: list[list[bool]], window: int) -> None:
     marks = torch.tensor([each for segment in segments for each in segment])
     bounds = [0, *accumulate(map(len, segments))]
-    positions = torch.cat([torch.arange(len(each)) for each in segments])
     windows = SlidingWindows(
         window, tuple(map(len, segments)), runs_within(spans_of_tokens(marks), bounds), marks.device
     )
-    wanted = masks_of_transformers(marks, positions, window)
+    wanted = masks_of_transformers(segments, window)
     found = torch.zeros_like(wanted)
     for (start, stop), mask in zip(pairwise(bounds), windows.masks, strict=True):
         plain = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()

@@ -22,7 +22,8 @@ def _device() -> Any:
 class OneDeviceGloo(dist.ProcessGroupGloo):
     """A group on the device that all share."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **newer: Any):
+        assert not any(newer.values()), newer  # enable_reconfigure of torch 2.15
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_device()]
         options._timeout = timeout

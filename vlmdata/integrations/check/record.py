@@ -196,8 +196,13 @@ class Record:
 
 
 def inputs_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: bool) -> Tensors:
-    """Tensors among the arguments of a call, by path; positional ones by the name of their parameter."""
-    return tensors_of(named_arguments(module, args, kwargs, plain))
+    """Tensors among the arguments of a call, by path; positional ones by the name of their parameter.
+
+    Without the places in a row that have logits, which newer models hand on to their parts: a sample has others in a
+    pack.
+    """
+    named = named_arguments(module, args, kwargs, plain)
+    return tensors_of({name: value for name, value in named.items() if name != "logits_to_keep"})
 
 
 def named_arguments(
