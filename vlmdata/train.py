@@ -63,9 +63,10 @@ _OPTIONS = {
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Adds :data:`_OPTIONS` to a command, with the types of their settings. It receives them as ``**settings``."""
     parameters = []
+    kinds = {group: get_type_hints(type(settings)) for group, settings in vars(TrainConfig()).items()}
     for name, (setting, meaning) in _OPTIONS.items():
         group, _, key = setting.partition(".")
-        kind = get_type_hints(type(getattr(TrainConfig(), group)))[key]
+        kind = kinds[group][key]
         kind = list[str] if get_origin(kind) is tuple else (get_args(kind) or (kind,))[0]
         flag = f"--{name.replace('_', '-')}"
         option: Any = typer.Option(f"{flag}/--no-{flag[2:]}" if kind is bool else flag, help=meaning)
