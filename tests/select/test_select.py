@@ -280,7 +280,7 @@ def test_an_interrupted_selection_is_continued_and_another_is_refused(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("vlmdata.select.dataset._write_ledger", lambda out: (_ for _ in ()).throw(OSError("power cut")))
+        patch.setattr("vlmdata.select.dataset.close", lambda *given: (_ for _ in ()).throw(OSError("power cut")))
         with pytest.raises(ResourceError, match="selecting failed: power cut"):
             select(made, out, where="length > 0")
     with pytest.raises(DatasetFormatError):

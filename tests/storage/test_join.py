@@ -126,7 +126,7 @@ def test_an_interrupted_join_is_continued_and_another_is_refused(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("vlmdata.storage.join._close", lambda parts, out: (_ for _ in ()).throw(OSError("power cut")))
+        patch.setattr("vlmdata.storage.join.close", lambda *given: (_ for _ in ()).throw(OSError("power cut")))
         with pytest.raises(ResourceError, match="power cut"):
             join(*two, out=out)
     assert not (out / "manifest.json").exists()
