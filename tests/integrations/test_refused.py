@@ -31,15 +31,6 @@ class TestRefused:
         with pytest.raises(UsageError, match=r"Linear has no ForConditionalGeneration.*qwen3_5_moe"):
             packed(torch.nn.Linear(1, 1))
 
-    @pytest.mark.parametrize("version", ["5.15.1", "5.19.0", "6.0.0.dev0"])
-    def test_versions_that_were_not_proven(self, model: Any, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("transformers.__version__", version)
-        with pytest.raises(UsageError, match=f"transformers {version} is installed.*>=5.16,<5.19.*allow_unproven=True"):
-            packed(model)
-        packed(model, allow_unproven=True).remove()
-        monkeypatch.setattr("transformers.__version__", "5.18.1")
-        packed(model).remove()
-
     def test_attention_that_may_not_see_boundaries(self, model: Any) -> None:
         model.config.text_config._attn_implementation = "my_attention"
         with pytest.raises(UsageError, match="attn_implementation='my_attention'"):
@@ -80,12 +71,6 @@ class TestRefused:
 
 class TestOtherFamilies:
     """Gemma 4 and InternVL."""
-
-    def test_versions(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("transformers.__version__", "5.16.0")
-        for variant, kind in (("gemma4-dense", "gemma4"), ("internvl-qwen3", "internvl")):
-            with pytest.raises(UsageError, match=f"transformers 5.16.0 is installed, and packs of {kind} were proven"):
-                packed(tiny_model(variant))
 
     def test_flash_attention_where_images_see_themselves(self) -> None:
         model = tiny_model("gemma4-dense")

@@ -44,7 +44,7 @@ def check_model(
         bool, typer.Option(help="Compare gradients, too. They need as much memory as weights.")
     ] = True,
     allow_unproven: Annotated[
-        bool, typer.Option("--allow-unproven", help="Accept a version of transformers that was not proven.")
+        bool, typer.Option("--allow-unproven", help="Skip the proof on versions of transformers that were not tried.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:

@@ -18,19 +18,21 @@ from torch.nn.functional import cross_entropy
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.errors import UsageError
-from vlmdata.integrations import attention, delta_net, vision
+from vlmdata.integrations import attention, delta_net, proof, vision
 from vlmdata.integrations.boundaries import keep_apart
 from vlmdata.integrations.head import losses_for_logits
+from vlmdata.integrations.reduced import reduced
 from vlmdata.integrations.segments import PACK
 from vlmdata.integrations.supported import (
     MARK_IMAGES,
+    PROVEN,
     check_configuration,
-    check_version,
     conditional_model,
     decoder_of,
     delta_nets,
     encoder_of,
     has_one_axis,
+    is_recorded,
     pixel_dtype,
 )
 from vlmdata.integrations.windows import image_spans, to_device
@@ -70,18 +72,21 @@ def packed[Model: torch.nn.Module](model: Model, *, allow_unproven: bool = False
     Args:
         model: A ``…ForConditionalGeneration`` of transformers of one of :data:`~supported.MODEL_TYPES`, or a wrapper of
             one.
-        allow_unproven: Whether to accept versions of transformers outside :data:`~supported.PROVEN`. Compare losses
-            yourself then.
+        allow_unproven: Whether to skip the proof on versions of transformers outside :data:`~supported.PROVEN`. The
+            first call on such a version computes a small random model on the CPU, packed and alone, and remembers the
+            verdict (:mod:`~vlmdata.integrations.proof`).
 
     Returns:
         ``with packed(model): …`` undoes the preparation at the end; ``packed(model)`` alone leaves the model prepared.
 
     Raises:
-        UsageError: If the model, its attention or the version of transformers is not supported.
+        UsageError: If the model or its attention is not supported, or packs differ from their samples on the installed
+            version of transformers.
     """
     inner = conditional_model(model)
-    check_version(inner, allow_unproven)
     check_configuration(inner)
+    if not allow_unproven:
+        _require_proof(inner)
     if is_packed(inner):
         return Packed(model, ExitStack())
     undo = ExitStack()
@@ -102,6 +107,25 @@ def packed[Model: torch.nn.Module](model: Model, *, allow_unproven: bool = False
         undo.callback(handle.remove)
     undo.callback(attention.exchange(inner.config.get_text_config(), None if in_rows else encoder.config))
     return Packed(model, undo)
+
+
+def _require_proof(inner: Any) -> None:
+    """Proves packs of a model, unless tests did on the installed version of transformers.
+
+    Raises:
+        UsageError: If packs differ from their samples.
+    """
+    import transformers
+
+    if is_recorded(inner):
+        return
+    found = proof.verdict_of(inner, reduced, {"packed": lambda model: packed(model, allow_unproven=True)})
+    if not found.way:
+        raise UsageError(
+            f"packed: with transformers {transformers.__version__}, packs of {inner.config.model_type} differ from "
+            f"their samples ({found.difference}, in a small random model). Install transformers {PROVEN}, or pass "
+            "allow_unproven=True and compare losses."
+        )
 
 
 def is_packed(model: torch.nn.Module) -> bool:

@@ -19,7 +19,8 @@ from vlmdata.cli.check_model import check_model
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.integrations.check.packs import check_data
-from vlmdata.integrations.check.reduced import reduced
+from vlmdata.integrations.proof import Verdict
+from vlmdata.integrations.reduced import reduced
 
 OWN = """
 import torch
@@ -177,12 +178,15 @@ class TestRefused:
         with pytest.raises(UsageError, match=r"a pack of 8 tokens has room for \d of .* raise --tokens"):
             check_data(VlmDataset(self.data("qwen3_5")), 8)
 
-    def test_versions_that_were_not_proven(
+    def test_versions_on_which_packs_differ(
         self, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = folders("qwen3_5")
         monkeypatch.setattr("transformers.__version__", "5.99.0")
-        assert "transformers 5.99.0 is installed" in self.refused(folder)
+        verdict = Verdict("", "packed: logits differ by 0.5", images=True)
+        monkeypatch.setattr("vlmdata.integrations.proof.verdict_of", lambda *_: verdict)
+        said = self.refused(folder)
+        assert "with transformers 5.99.0, packs of qwen3_5 differ from their samples (packed: logits differ" in said
 
     def test_devices(self, folders: Callable[[str], Path]) -> None:
         assert "--device 'nowhere' cannot be used" in self.refused(folders("qwen3_5"), "--device", "nowhere")

@@ -18,7 +18,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.integrations import boundaries
 from vlmdata.integrations.check import Checked, Leak, Result, check, check_data
 from vlmdata.integrations.check.packs import CheckData
-from vlmdata.integrations.check.reduced import reduced
+from vlmdata.integrations.reduced import reduced
 from vlmdata.integrations.transformers import packed, packed_forward, packed_inputs
 
 Data = Callable[[str], CheckData]

@@ -12,7 +12,7 @@ from vlmdata.errors import UsageError
 from vlmdata.families.chat import VIDEO
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.integrations.check.own import Checked
-from vlmdata.integrations.check.reduced import reduced
+from vlmdata.integrations.reduced import reduced
 from vlmdata.integrations.supported import MODEL_TYPES
 from vlmdata.integrations.transformers import packed, packed_forward
 
