@@ -73,7 +73,7 @@ def verdict_of(inner: Any, small: Callable[[Any], Any], ways: dict[str, Way]) ->
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(
             f"packed: packs of {name} cannot be proven on transformers {_transformers()}: the small model of its "
-            f"configuration fails with {type(error).__name__}: {reason:.300} Pass allow_unproven=True and compare "
+            f"configuration fails with {type(error).__name__}: {reason:.300}. Pass allow_unproven=True and compare "
             "losses."
         ) from error
     with suppress(OSError):  # it is proven again then

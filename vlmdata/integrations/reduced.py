@@ -121,3 +121,28 @@ def _reduce_rows(vision: dict[str, Any]) -> None:
     }
     if "num_key_value_heads" in vision:
         vision["num_key_value_heads"] = 2
+
+
+def reduced_of_any(config: Any) -> Any:
+    """Returns the configuration of a small model of any kind, as far as its parts have the usual names.
+
+    Windows and chunks are cut, too, so that samples of few tokens are longer than they are.
+    """
+    values = config.to_dict()
+    text, vision = values["text_config"], values.get("vision_config") or {}
+    text["num_key_value_heads"] = text.get("num_key_value_heads") or text["num_attention_heads"]
+    _reduce_text(text, 2, bool(text.get("head_dim")))
+    for name, most in (("sliding_window", 8), ("attention_chunk_size", 16)):
+        if text.get(name):
+            text[name] = min(most, text[name])
+    if "depth" in vision:
+        _reduce_vision(vision, text["hidden_size"])
+    elif {"num_hidden_layers", "hidden_size"} <= vision.keys():
+        _reduce_rows(vision)
+        if vision.get("head_dim"):
+            vision["head_dim"] = _WIDTH // 4
+    for part in (values, text, vision):
+        for name in ("dtype", "torch_dtype", "_attn_implementation", "_name_or_path", "transformers_version"):
+            part.pop(name, None)
+        part["initializer_range"] = 0.1
+    return type(config).from_dict(values)

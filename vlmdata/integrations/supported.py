@@ -34,6 +34,8 @@ def conditional_model(model: torch.nn.Module) -> Any:
         kind = getattr(getattr(module, "config", None), "model_type", None)
         if kind in MODEL_TYPES and is_a(module, "ForConditionalGeneration"):
             return module
+        if is_a(module, "ForConditionalGeneration") and hasattr(module.config, "text_config"):
+            return module
     raise UsageError(
         f"packed: {type(model).__name__} has no ForConditionalGeneration model of transformers with one of the model "
         f"types {', '.join(MODEL_TYPES)}. Give such a model, or its wrapper."
@@ -44,6 +46,11 @@ def is_a(module: torch.nn.Module, suffix: str) -> bool:
     """Whether a class of transformers with such a name is among the module's own."""
     kinds = type(module).__mro__  # FSDP2 makes a subclass
     return any(each.__module__.startswith("transformers.models.") and each.__name__.endswith(suffix) for each in kinds)
+
+
+def is_general(inner: Any) -> bool:
+    """Whether a model is of none of :data:`MODEL_TYPES`: its packs are proven on any version."""
+    return inner.config.model_type not in MODEL_TYPES
 
 
 def has_one_axis(inner: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.errors import UsageError
-from vlmdata.integrations import attention, delta_net, proof, vision
+from vlmdata.integrations import attention, delta_net, general, proof, vision
 from vlmdata.integrations.boundaries import keep_apart
 from vlmdata.integrations.head import losses_for_logits
 from vlmdata.integrations.reduced import reduced
@@ -32,6 +32,7 @@ from vlmdata.integrations.supported import (
     delta_nets,
     encoder_of,
     has_one_axis,
+    is_general,
     is_recorded,
     pixel_dtype,
 )
@@ -70,8 +71,8 @@ def packed[Model: torch.nn.Module](model: Model, *, allow_unproven: bool = False
     preparation does.
 
     Args:
-        model: A ``…ForConditionalGeneration`` of transformers of one of :data:`~supported.MODEL_TYPES`, or a wrapper of
-            one.
+        model: A ``…ForConditionalGeneration`` of transformers with a ``text_config``, or a wrapper of one. Those
+            outside :data:`~supported.MODEL_TYPES` are proven on every version (:mod:`~vlmdata.integrations.general`).
         allow_unproven: Whether to skip the proof on versions of transformers outside :data:`~supported.PROVEN`. The
             first call on such a version computes a small random model on the CPU, packed and alone, and remembers the
             verdict (:mod:`~vlmdata.integrations.proof`).
@@ -84,6 +85,9 @@ def packed[Model: torch.nn.Module](model: Model, *, allow_unproven: bool = False
             version of transformers.
     """
     inner = conditional_model(model)
+    if is_general(inner):
+        done = is_packed(inner)
+        return Packed(model, ExitStack() if done else general.prepare_general(inner, allow_unproven))
     check_configuration(inner)
     if not allow_unproven:
         _require_proof(inner)
@@ -130,7 +134,10 @@ def _require_proof(inner: Any) -> None:
 
 def is_packed(model: torch.nn.Module) -> bool:
     """Whether :func:`packed` has prepared a model."""
-    return keep_apart in decoder_of(conditional_model(model))._forward_pre_hooks.values()
+    inner = conditional_model(model)
+    if is_general(inner):
+        return general.is_prepared(inner)
+    return keep_apart in decoder_of(inner)._forward_pre_hooks.values()
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,6 +248,11 @@ def _image_marks(batch: PackedBatch) -> torch.Tensor:
 def _check_batch(inner: Any, batch: PackedBatch) -> None:
     if not is_packed(inner):
         raise UsageError(f"packed: {type(inner).__name__} is not prepared. Call it within `with packed(model):`.")
+    if is_general(inner):
+        raise UsageError(
+            f"packed: losses per token of {type(inner).__name__} are not computed here. Call "
+            "model(**batch.model_inputs(), use_cache=False), and compute the loss of its logits with batch.labels[0]."
+        )
     if inner.config.model_type not in batch.family.model_types:
         raise UsageError(
             f"packed: the model's model_type is {inner.config.model_type!r}, and the batch is for the family "
