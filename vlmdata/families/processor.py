@@ -7,6 +7,7 @@ stored. :mod:`vlmdata.families.tensors` stores, restores and joins them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -132,15 +133,17 @@ class ProcessorFamily(Family):
         return patches.reshape(CHANNELS, grid_h * self.patch_size, grid_w * self.patch_size).copy()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what was learned, for a manifest."""
-        return {
+        """Returns what was learned, for a manifest, as it is read from one."""
+        made: dict[str, Any] = {
             "model_type": self.model_types[0],
             "position_axes": len(self.position_axes),
             "chat": asdict(self.chat),
             "image": self.image.token,
             "tensors": [asdict(each) for each in self.tensors],
-            "colours": [list(values) for values in self.colours],
+            "colours": self.colours,
         }
+        read: dict[str, Any] = json.loads(json.dumps(made))
+        return read
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
