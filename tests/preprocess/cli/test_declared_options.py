@@ -86,6 +86,8 @@ def parsed(arguments: list[str]) -> PreprocessCommand:
 @given(GIVEN)
 def test_the_command_line_makes_what_its_options_declare(values: dict[str, Any]) -> None:
     values |= {"out": values.get("out", "out"), "allow_urls": True}
+    if "holdout_by" in values:
+        values.setdefault("holdout", 0.5)
     command = parsed(["rows.jsonl", *(word for name, value in values.items() for word in arguments_of(name, value))])
     defaults = {name: each.default for name, each in DECLARED.items()}
     expected = filled(PreprocessCommand, defaults | values)
