@@ -259,6 +259,16 @@ class PreprocessConfig:
             shown_default=False,
         ),
     ] = ()
+    id_column: Annotated[
+        str | None,
+        data_option(
+            "Column that names a row, such as `meta.id`: messages name the row by it, an edited row counts as an edit, "
+            "and `vlmdata diff --match id` pairs rows by it.",
+            metavar="COLUMN",
+            flags=("--id",),
+            shown_default="id, uid, uuid, guid, _id or key, if there is one",
+        ),
+    ] = None
     keep_conversations: Annotated[
         bool,
         data_option(
@@ -436,6 +446,7 @@ _LATER: Mapping[str, Any] = {
     "overlong_min_pixels": None,
     "keep_columns": [],
     "chat_template_kwargs": {},
+    "id_column": None,
     "keep_conversations": False,
     "variants": 1,
     "variant_kinds": ["scale", "crop"],

@@ -183,8 +183,11 @@ class Report:
         if self.failed_row is not None:
             lines.append(f"unexpected errors: add --trace {self.failed_row} to {self.command} for the first traceback")
         if (version := self.result.version) is not None:
-            rows = ", ".join(f"{count:,} {what}" for what, count in version.changes.items())
-            lines.append(f"version {version.number}: rows {rows}. Version {version.number - 1} stays as it was.")
+            rows = ", ".join(f"{count:,} {what}" for what, count in version.changes.items() if what != "edited")
+            edited = f" ({counted(version.edited, 'row')} edited, by id)" if version.edited else ""
+            lines.append(
+                f"version {version.number}: rows {rows}{edited}. Version {version.number - 1} stays as it was."
+            )
         elif not (self.result.made or self.result.repaired or self.result.closed):
             lines.append(f"no row has changed since version {self.manifest.version.get('number', 1)}: nothing to do")
         if self.in_train is not None and self.in_train[1]:

@@ -59,7 +59,7 @@ class OldShards:
             return {}
         table = pq.read_table(self.directory / ROWS_NAME, filters=[("row", "in", list(numbers))])
         found = {row["row"]: row for row in table.to_pylist()}
-        told = ("content", "source_row", "read")
+        told = ("content", "source_row", "read", "file", "file_row", "id")
         return {
             number: {
                 **{name: row.get(name) for name in told},

@@ -108,6 +108,7 @@ class Run:
             tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family)
         require_usable(tokenizer, config)
         require_columns(source, config.keep_columns)
+        require_columns(source, [] if config.id_column is None else [config.id_column], "--id")
         block = config.train_think is TrainThink.AUTO and opens_a_block(tokenizer, config.chat_template_kwargs)
         identity: Mapping[str, Any] = run_identity(config, tokenizer.info, source.identity, source.times, block)
         plan = ShardPlan.of(source.num_rows, config.rows_per_shard)

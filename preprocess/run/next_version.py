@@ -116,7 +116,10 @@ def _compared(run: Run, store: Store, newest: Newest, changes: Changes, watcher:
         raise ConfigMismatchError(f"{refused}\n{error}") from None
     paths = {path for each in changes.files.values() for path in each}
     workers = min(run.workers, available_cores())
-    plan = plan_version(store, newest, rows, run.work.source, paths, workers=workers, on_rows=watcher.rows_compared)
+    id_column, source = run.work.config.id_column, run.work.source
+    plan = plan_version(
+        store, newest, rows, source, paths, id_column=id_column, workers=workers, on_rows=watcher.rows_compared
+    )
     if plan is not None and not plan.info.kept:
         if not changes.source:
             remedy = "No other row is left. Restore them, or give another --out."

@@ -100,7 +100,7 @@ def trace_row(source: Source, recipe: Recipe, encoder: Encoder, number: int) -> 
         row = source.row(number)
     except RowRejected as error:
         return TracedRow(number, rows, place_text(**place), None, error=error)
-    where = place_text(**place, id=id_of(row.values))
+    where = place_text(**place, id=id_of(row.values, encoder.config.id_column))
     try:
         candidates = with_variants(candidates_of(recipe, row, encoder.config.keep_columns), row, encoder.config)
     except Exception as error:

@@ -49,7 +49,7 @@ from vlmdata.storage.derive import Derivation, close, row_groups, take_tokenizer
 from vlmdata.storage.versions import Version, folder_of
 
 #: What the record of kept rows says of where they are.
-_PLACE = ("row", "file", "file_row")
+_PLACE = ("row", "file", "file_row", "id")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +109,13 @@ def _merged(place: Store, newest: Newest, identity: Mapping[str, Any], records: 
     old = read_row_table(newest.store, newest.manifest)
     # Both ascend by row.
     chosen = old.filter(pc.is_in(old["row"], value_set=kept["row"].combine_chunks()))
-    for name in ("source_row", "content"):
-        if name in kept.column_names:  # a run of an earlier version may have begun
-            chosen = chosen.set_column(old.schema.get_field_index(name), old.schema.field(name), kept[name])
+    for name in ("source_row", "content", *_PLACE[1:]):
+        field = old.schema.field(name)
+        if name in kept.column_names:
+            column = kept[name].cast(field.type)
+        else:  # a run of an earlier version began, or the places are not known any more
+            column = chosen[name] if name == "content" else pa.nulls(len(chosen), field.type)
+        chosen = chosen.set_column(old.schema.get_field_index(name), field, column)
     taken = np.unique(chosen["shard"].to_numpy())
     shards = range(len(records))
     now, shifted = np.searchsorted(taken, np.arange(len(newest.manifest.shards))), np.arange(len(records)) + len(taken)
@@ -205,7 +209,9 @@ def _moved(rejections: Sequence[Rejection], kept: pa.Table) -> Iterator[Rejectio
     places = {each.pop("row"): each for each in rows}
     for each in rejections:
         if (place := places.get(each.row)) is not None:
-            yield replace(each, **{"file": None, "file_row": None, **place})
+            known = place.pop("id", None)
+            same = known is None or known == str(each.id)
+            yield replace(each, **{"file": None, "file_row": None, **place, "id": each.id if same else known})
 
 
 def _made_rejections(place: Store, records: Sequence[ShardRecord]) -> Iterator[tuple[int, str, bytes]]:

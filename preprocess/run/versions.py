@@ -44,6 +44,8 @@ _OF_ROWS = (
     "source.selection.of_rows:",
     "source.selection.rows_sha256:",
 )
+#: Fields of that which are numbers.
+_COUNTS = ("number", "first_number", "kept", "made", "removed", "edited")
 #: Name of what a run records about the version that it makes.
 _VERSION = "version"
 #: Rows are compared by so many sets of columns at most, by those of most rows. Others are compared by all columns.
@@ -96,6 +98,7 @@ class VersionInfo:
     made: int  # rows that are made
     removed: int  # rows of the parent that are not in it
     rows_sha256: str  # of the numbers of the kept rows, and of all rows in the source
+    edited: int = 0  # rows that are made and have the id of a removed one
 
     @property
     def kept_file(self) -> str:
@@ -110,7 +113,8 @@ class VersionInfo:
     @property
     def changes(self) -> dict[str, int]:
         """Numbers of rows, for the manifest and reports."""
-        return {"kept": self.kept, "made": self.made, "removed": self.removed}
+        edited = {"edited": self.edited} if self.edited else {}
+        return {"kept": self.kept, "made": self.made, "removed": self.removed, **edited}
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +144,7 @@ def plan_version(
     source: Source,
     changed_files: Collection[str],
     *,
+    id_column: str | None = None,
     workers: int,
     on_rows: Callable[[int], None] = lambda rows: None,
 ) -> VersionPlan | None:
@@ -151,6 +156,7 @@ def plan_version(
         rows: The rows of that.
         source: The source as it is now.
         changed_files: Paths of image files that are not as they were.
+        id_column: Column with the id of a row; None for one of a usual name.
         workers: Number of processes that read rows.
         on_rows: Called occasionally with the number of rows read so far.
 
@@ -158,7 +164,7 @@ def plan_version(
         What to make; None if all rows are as before.
     """
     of_columns = _read_columns(rows)
-    found = row_digests(source, list(of_columns), workers=workers, preload=_PRELOADED, on_rows=on_rows)
+    found = row_digests(source, list(of_columns), id_column, workers=workers, preload=_PRELOADED, on_rows=on_rows)
     old, new = _same_rows(rows, _unchanged(rows, changed_files), found, of_columns)
     if len(old) == rows.num_rows and len(new) == source.num_rows:
         return None
@@ -180,11 +186,13 @@ def plan_version(
         made=int(is_new.sum()),
         removed=rows.num_rows - len(kept_rows),
         rows_sha256=digest,
+        edited=_edited(rows["id"], old, found.ids.filter(pa.array(is_new))),
     )
     made = replace(source, numbers=SelectedRows.of(chosen), first_number=first)
     # A row that has gained a column is known by its content of now in the next run.
     content = [digest.ljust(DIGEST_BYTES, b"\0") for digest in found.content[new[order]].tolist()]
     columns = {"row": kept_rows, "source_row": kept_numbers, "content": pa.array(content, pa.binary(DIGEST_BYTES))}
+    columns["id"] = found.ids.take(pa.array(new[order], pa.int64()))
     if source.files is not None:
         files, file_rows = source.files.places(kept_numbers)
         names = pa.DictionaryArray.from_arrays(pa.array(files, pa.int32()), pa.array(source.files.names, pa.string()))
@@ -242,7 +250,7 @@ def read_version(store: Store, identity: Mapping[str, Any]) -> tuple[VersionInfo
     try:
         info = VersionInfo(**identity[_VERSION])
         sha256_text(info.rows_sha256, f"{store.path(RUN_FILE)}: {_VERSION}.rows_sha256")
-        if any(type(getattr(info, name)) is not int for name in ("number", "first_number", "kept", "made", "removed")):
+        if any(type(getattr(info, name)) is not int for name in _COUNTS):
             raise TypeError(f"it is {identity[_VERSION]!r}"[:200])
         return info, pq.read_table(io.BytesIO(store.read(info.kept_file)))
     except (KeyError, TypeError, FileNotFoundError, pa.ArrowException) as error:
@@ -289,6 +297,13 @@ def _same_rows(
         pairs = _matched(read[ours], found.read[columns][theirs], np.ones(len(ours), np.bool_))
         old, new = np.concatenate([old, ours[pairs[0]]]), np.concatenate([new, theirs[pairs[1]]])
     return old, new
+
+
+def _edited(ids: pa.ChunkedArray, kept: npt.NDArray[np.int64], made: pa.Array) -> int:
+    """Returns how many ids of rows that are not kept are those of rows that are made."""
+    removed = np.ones(len(ids), np.bool_)
+    removed[kept] = False
+    return len(set(ids.filter(pa.array(removed)).drop_null().to_pylist()) & set(made.drop_null().to_pylist()))
 
 
 def _hashes(column: pa.ChunkedArray) -> Digests:

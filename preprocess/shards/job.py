@@ -41,7 +41,7 @@ from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.row import Row
 from vlmdata.preprocess.shards.kept_columns import kept_values
 from vlmdata.preprocess.shards.read_ahead import rows_of
-from vlmdata.preprocess.shards.rows import ROWS_SUFFIX, RowRecord, write_rows
+from vlmdata.preprocess.shards.rows import ROWS_SUFFIX, RowRecord, as_recorded, write_rows
 from vlmdata.preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
 from vlmdata.preprocess.sources.row_digests import row_digests_by
 from vlmdata.preprocess.sources.rows import Source, id_of
@@ -115,6 +115,7 @@ class RowOutcome:
     unused: Mapping[str, int] = field(default_factory=dict)  # samples by key, as in ShardRecord
     unknown: Mapping[str, int] = field(default_factory=dict)
     turns: Mapping[str, int] = field(default_factory=dict)
+    place: Mapping[str, Any] = field(default_factory=dict)  # file, number there and id, as far as known
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +148,8 @@ class ShardContext:
 
     def place(self, number: int, source_row: int, row: Row | RowRejected) -> Mapping[str, Any]:
         """Returns what the ledger says of the place of a row: file, number there, and id, as far as known."""
-        return {**self.source.place(source_row), **({} if isinstance(row, RowRejected) else {"id": id_of(row.values)})}
+        known = {} if isinstance(row, RowRejected) else {"id": id_of(row.values, self.encoder.config.id_column)}
+        return {**self.source.place(source_row), **known}
 
     def hint(self, row: Row) -> str:
         """Returns what to add to the rejection of a row."""
@@ -276,6 +278,7 @@ def _record_of(number: int, source_row: int, row: Row | RowRejected | None, outc
         files=[each.path for each in outcome.files.values()],
         file_bytes=outcome.file_bytes,
         notes={"unused_keys": outcome.unused, "unknown_keys": outcome.unknown, "turns": outcome.turns},
+        **as_recorded(outcome.place),
     )
 
 
@@ -291,7 +294,7 @@ def _add_row(
     config = context.encoder.config
     place = context.place(number, source_row, row)
     if isinstance(row, RowRejected):
-        return RowOutcome((), (Rejection(number, row.reason, row.message, **place),))
+        return RowOutcome((), (Rejection(number, row.reason, row.message, **place),), place=place)
     row, reads = row.recorded()
     # Of a key that it does not know, the recipe reports only the name; --strict rejects the row.
     reads.everything = config.strict
@@ -300,7 +303,7 @@ def _add_row(
     if isinstance(candidates, RowRejected):
         message = candidates.message + context.hint(row)
         rejection = Rejection(number, candidates.reason, message, **place)
-        return RowOutcome((), (rejection,), files, columns=reads.columns)
+        return RowOutcome((), (rejection,), files, columns=reads.columns, place=place)
     samples, rejections, file_bytes = list[IndexRow](), list[Rejection](), 0
     unused, unknown, turns = Counter[str](), Counter[str](), Counter[str]()
     items: Items = {}
@@ -326,7 +329,9 @@ def _add_row(
             samples.append(write_sample(outcome, items, number, in_list, shard, writer, kept, values))
             kept = None  # the first sample has it for all
             count_turns(turns, outcome)
-    return RowOutcome(tuple(samples), tuple(rejections), files, file_bytes, reads.columns, unused, unknown, turns)
+    return RowOutcome(
+        tuple(samples), tuple(rejections), files, file_bytes, reads.columns, unused, unknown, turns, place
+    )
 
 
 type _Outcome = EncodedSample | RowRejected

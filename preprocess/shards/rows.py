@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmdata.storage import Store
+from vlmdata.wording import encodable
 
 #: Ending of the record of a shard's rows in an unfinished run.
 ROWS_SUFFIX = "rows"
@@ -30,6 +31,9 @@ SCHEMA = pa.schema(
         pa.field("files", pa.list_(pa.string())),  # paths of the image files that it names; null if there are none
         pa.field("file_bytes", pa.int64(), nullable=False),  # of the image files of its samples
         pa.field("notes", pa.string()),  # counts by key as JSON; null if there are none
+        pa.field("file", pa.string()),  # name of its file in the source of this version; null if unknown
+        pa.field("file_row", pa.int64()),  # its number in that
+        pa.field("id", pa.string()),  # what the data calls it; null if no column tells
     ]
 )
 
@@ -46,6 +50,16 @@ class RowRecord:
     files: Sequence[str]  # paths of the image files that it names
     file_bytes: int  # bytes of the image files of its samples
     notes: Mapping[str, Mapping[str, int]]  # counts by key, under the names of :data:`NOTES`
+    file: str | None = None  # its place in the source, if known
+    file_row: int | None = None
+    id: str | None = None  # what the data calls it
+
+
+def as_recorded(place: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the place of a row as it is recorded: its id as text."""
+    return {
+        name: encodable(str(value)) if name == "id" else value for name, value in place.items() if value is not None
+    }
 
 
 def write_rows(store: Store, name: str, shard: int, rows: Iterable[RowRecord]) -> None:
@@ -83,4 +97,7 @@ def _fields(shard: int, row: RowRecord) -> dict[str, Any]:
         "files": sorted(row.files) or None,
         "file_bytes": row.file_bytes,
         "notes": json.dumps(notes, sort_keys=True, ensure_ascii=False) if notes else None,
+        "file": row.file,
+        "file_row": row.file_row,
+        "id": row.id,
     }

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import xxhash
 
 from vlmdata.errors import ResourceError
 from vlmdata.preprocess.reject import RowRejected
 from vlmdata.preprocess.row import Row, Struct
-from vlmdata.preprocess.sources.rows import Source
+from vlmdata.preprocess.sources.rows import Source, id_of
+from vlmdata.wording import encodable
 from vlmdata.workers import WorkersDied, in_workers
 
 #: Bytes of a hash.
@@ -43,6 +45,7 @@ class RowDigests:
 
     content: Digests  # of all columns
     read: Mapping[Columns, Digests]  # of some columns; of a row that cannot be read, empty
+    ids: pa.Array  # text: what the data calls each row; null if no column tells
 
 
 def row_digest(row: Row | RowRejected) -> bytes:
@@ -72,6 +75,7 @@ def _digest(content: Any) -> bytes:
 def row_digests(
     source: Source,
     several: Sequence[Columns] = (),
+    id_column: str | None = None,
     *,
     workers: int = 1,
     preload: Sequence[str] = (),
@@ -82,6 +86,7 @@ def row_digests(
     Args:
         source: The source.
         several: Columns of which hashes are wanted besides those of all columns.
+        id_column: Column with the id of a row; None for one of a usual name.
         workers: Number of processes; the result does not depend on it.
         preload: Modules that these import before they are forked.
         on_rows: Called occasionally with the number of rows read so far.
@@ -91,20 +96,21 @@ def row_digests(
     """
     found, done = np.zeros((source.num_rows, 1 + len(several)), f"S{DIGEST_BYTES}"), 0
     jobs = [range(start, min(start + _ROWS_PER_JOB, len(found))) for start in range(0, len(found), _ROWS_PER_JOB)]
-    with closing(_parts(partial(_prepare, source, several), jobs, workers, preload)) as parts:
-        for start, part in parts:
-            found[start : start + len(part)] = part
+    ids: dict[int, pa.Array] = {}
+    with closing(_parts(partial(_prepare, source, several, id_column), jobs, workers, preload)) as parts:
+        for start, part, its in parts:
+            found[start : start + len(part)], ids[start] = part, its
             on_rows(done := done + len(part))
-    return RowDigests(found[:, 0], {columns: found[:, at] for at, columns in enumerate(several, start=1)})
+    names = pa.concat_arrays([pa.array([], pa.string()), *(ids[job.start] for job in jobs)])
+    return RowDigests(found[:, 0], {columns: found[:, at] for at, columns in enumerate(several, start=1)}, names)
 
 
-type _Job = Callable[[range], tuple[int, list[list[bytes]]]]
+type _Job = Callable[[range], _Part]
+type _Part = tuple[int, list[list[bytes]], pa.Array]
 
 
-def _parts(
-    prepare: Callable[[], _Job], jobs: list[range], workers: int, preload: Sequence[str]
-) -> Generator[tuple[int, list[list[bytes]]]]:
-    """Yields the hashes of jobs, each with its first row."""
+def _parts(prepare: Callable[[], _Job], jobs: list[range], workers: int, preload: Sequence[str]) -> Generator[_Part]:
+    """Yields the hashes and ids of jobs, each with its first row."""
     begun, do_job = time.monotonic(), prepare()
     for i, job in enumerate(jobs):
         if workers > 1 and time.monotonic() - begun > _SECONDS_ALONE:
@@ -119,10 +125,14 @@ def _parts(
         yield do_job(job)
 
 
-def _prepare(source: Source, several: Sequence[Columns]) -> _Job:
-    def do_job(job: range) -> tuple[int, list[list[bytes]]]:
-        numbers = source.numbers[job.start : job.stop]
-        return job.start, [row_digests_by(_read(source, number), several) for number in numbers]
+def _prepare(source: Source, several: Sequence[Columns], id_column: str | None) -> _Job:
+    def do_job(job: range) -> _Part:
+        found, ids = [], []
+        for number in source.numbers[job.start : job.stop]:
+            row = _read(source, number)
+            found.append(row_digests_by(row, several))
+            ids.append(None if isinstance(row, RowRejected) else id_of(row.values, id_column))
+        return job.start, found, pa.array([None if each is None else encodable(str(each)) for each in ids], pa.string())
 
     return do_job
 

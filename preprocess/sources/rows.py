@@ -32,9 +32,9 @@ class Rows(Protocol):
 ID_COLUMNS = ("id", "uid", "uuid", "guid", "_id", "key", "__key__")
 
 
-def id_of(values: Mapping[str, Any]) -> str | int | None:
-    """Returns what the data calls a row; None if no column of a usual name has a text or a whole number."""
-    found = (values.get(name) for name in ID_COLUMNS)
+def id_of(values: Mapping[str, Any], column: str | None = None) -> str | int | None:
+    """Returns what the data calls a row; None if the column, or one of a usual name, has no text or whole number."""
+    found = (column_value(values, name) for name in (ID_COLUMNS if column is None else (column,)))
     return next((each for each in found if type(each) is int or (isinstance(each, str) and each)), None)
 
 

@@ -17,6 +17,7 @@ from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.families.processor import TENSORS, ProcessorFamily
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.row_places import RowPlaces
 from vlmdata.format.schema import IGNORE_INDEX, SHORTENED, VARIANT, Sample
 from vlmdata.format.source_columns import SOURCE, TEMPLATE_ARGUMENTS
 from vlmdata.inspect.boxes import BoxDescription, boxes_of, pictures_of, recorded_source, sides_in, tile_of
@@ -110,7 +111,7 @@ class SampleDescription:
     key: str
     index: int  # position in the dataset
     source_row: int
-    source: str  # in a joined dataset also the row's number in its own dataset
+    source: str  # and the place of the row there; in a joined dataset also its number in its own dataset
     shard: str  # file name
     offset: int  # in the shard, in bytes
     size: int  # in bytes
@@ -139,6 +140,7 @@ class SampleDescriber:
     def __init__(self, dataset: VlmDataset):
         self.dataset = dataset
         self.texts = TokenTexts(dataset.directory, dataset.manifest)
+        self.places = RowPlaces.read(dataset.directory, dataset.manifest)
         self.facts = IndexFindings(dataset.index, dataset.family)
         self._check = ContentCheck(dataset, self.texts)
 
@@ -167,11 +169,12 @@ class SampleDescriber:
         numbers, spans = _spans(sample, turns, starts, dataset, self.texts)
         targets, table = int(np.count_nonzero(mask)), _table(sample, self.texts, numbers, dataset.family)
         pictures = pictures_of(sample.items, begins, dataset.family, metadata)
+        place = self.places.text(row.source_row)
         return SampleDescription(
             key=row.key,
             index=i,
             source_row=row.source_row,
-            source=source_of_row(dataset.manifest.source, row.source_row),
+            source=", ".join(filter(None, (source_of_row(dataset.manifest.source, row.source_row), place))),
             shard=dataset.shard_path(row.shard).name,
             offset=row.placement.offset,
             size=row.placement.size,

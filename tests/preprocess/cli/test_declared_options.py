@@ -52,6 +52,7 @@ BY_TYPE = {
 }
 #: Options that refuse some others.
 ALONE = ("part", "trace", "lengths", "as_json", "overwrite", "overlong_min_pixels", "processor", "trust_remote_code")
+ALONE += ("holdout_by",)  # needs --holdout
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
