@@ -109,6 +109,9 @@ def write_rows(rows: list[dict[str, Any]], path: Path, number: int, shard_rows: 
 def floor_rate(files: list[bytes], processes: int, shards: int, shard_rows: int) -> float:
     """Rows per second of decoding and resizing, all processes at work."""
     starts = range(0, shards * processes * shard_rows, shard_rows)
+    if processes == 1:
+        begin(files)
+        return steady([piece(start, shard_rows) for start in starts], 1, shard_rows)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn, begin, (files,)) as pool:
         ends = sorted(pool.map(piece, starts, [shard_rows] * len(starts)))

@@ -104,6 +104,7 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
             "preprocess_start.WAYS": {"two commands": (2, 1)},
         },
     ),
+    "preprocess_workers.py": ("P --processes 1 --rows-per-shard 1 --shards 4 --rounds 1 --out O", {}),
     "retokenize.py": (
         "--rows 2 --rounds 1 --codecs raw --out O",
         {"retokenize.ROWS_PER_SHARD": 1, "retokenize.PHOTOGRAPH": (300, 400)},
@@ -126,7 +127,6 @@ ELSEWHERE = {
     "train_runs.py": "jobs on CUDA devices",
     "train_parity.py": "bf16 on CUDA devices",
     "train_faults.py": "jobs on CUDA devices",
-    "preprocess_workers.py": "a pool of new interpreters on many cores",
     "cold_start.py": "compiles kernels on a CUDA device",
     "peers/run.py": "installs other loaders from the network",
     "install.py": "installs wheels from the network",

@@ -18,6 +18,7 @@ from vlmdata.families.tensors import (
     JoinError,
     Records,
     channels_of,
+    concatenated,
     headers_of,
     joined,
     record_of,
@@ -108,6 +109,14 @@ def test_a_record_that_tells_more_than_it_has_is_refused() -> None:
         changed.reshape(-1)[:64].view("<i8")[place] = value
         with pytest.raises(JoinError):
             restored(made, Records.of(made, torch.from_numpy(changed), [len(changed)]))
+
+
+def test_crafted_sizes_take_no_memory() -> None:
+    with pytest.raises(JoinError, match="would be filled up to 4,294,967,294"):
+        concatenated([torch.zeros(0, 2**31 - 1, 2), torch.zeros(1, 1, 2)], 0, 0.0)
+    with pytest.raises(JoinError, match=r"\[\[1, 40000\], \[40000, 1\]\]"):
+        concatenated([torch.zeros(1, 40_000), torch.zeros(40_000, 1)], 0, 0.0)
+    assert concatenated([torch.zeros(1, 400), torch.zeros(400, 1)], 0, 1.0).shape == (401, 400)
 
 
 def test_tensors_that_were_not_learned_are_refused_by_name() -> None:

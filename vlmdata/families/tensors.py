@@ -199,9 +199,9 @@ def _one_restored(
         form, dimensions, *sizes = header
         if form == ABSENT:
             continue
-        if dimensions != rule.dimensions or min(sizes[:dimensions], default=0) < 0:
-            raise JoinError(f"the header of {rule.name} tells the form {form} and the sizes {sizes}")
         shape = sizes[:dimensions]
+        if dimensions != rule.dimensions or not all(0 <= size < 2**31 for size in shape):
+            raise JoinError(f"the header of {rule.name} tells the form {form} and the sizes {sizes}")
         count, dtype = math.prod(shape), getattr(torch, rule.dtype)
         if form in (COLOURS, FILLED_COLOURS) and rule.channels and _fits(rule, shape):
             value = _colours(family, rule, take(count).reshape(shape))
@@ -257,9 +257,24 @@ def joined(
     return concatenated(present, rule.axis, rule.filler)
 
 
+#: Joined tensors of more bytes may have at most so many times the values of their parts. Crafted sizes would take all
+#: memory otherwise; images of very different sizes stay far below.
+_MOST_FILLED, _MOST_FILLING = 2**30, 256
+
+
 def concatenated(values: Sequence[torch.Tensor], axis: int, filler: float) -> torch.Tensor:
-    """Concatenates tensors, with their other axes filled up to the largest of them."""
+    """Concatenates tensors, with their other axes filled up to the largest of them.
+
+    Raises:
+        JoinError: If almost all of a large tensor would be filler.
+    """
     sizes = [max(each) for each in zip(*(value.shape for value in values), strict=True)]
+    length = sum(value.shape[axis] for value in values)
+    whole_size = length * math.prod(sizes[:axis] + sizes[axis + 1 :])
+    own_size = sum(value.numel() for value in values)
+    if whole_size * values[0].element_size() > _MOST_FILLED and whole_size > _MOST_FILLING * own_size:
+        shapes = [list(value.shape) for value in values]
+        raise JoinError(f"tensors of {own_size:,} values would be filled up to {whole_size:,}: {shapes!r:.200}")
     parts = []
     for value in values:
         wanted = [*sizes[:axis], value.shape[axis], *sizes[axis + 1 :]]
