@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.any_models import ANY_MODELS, any_model
 from vlmdata.errors import UsageError
-from vlmdata.integrations import general
+from vlmdata.integrations import general, proof
 from vlmdata.integrations.segments import Segments
 from vlmdata.integrations.transformers import is_packed, packed
 
@@ -42,7 +43,10 @@ def test_packs_equal_their_samples(model_type: str) -> None:
     rows = [torch.arange(length)[None] for length in lengths]
     alone = torch.cat([_logits(model, ids, row) for ids, row in zip(pieces, rows, strict=True)])
     before = [len(module._forward_pre_hooks) for module in model.modules()]
-    with packed(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one says that the proof had no images
+        prepared = packed(model)
+    with prepared:
         assert is_packed(model)
         packed(model).remove()  # twice is harmless
         together = _logits(model, torch.cat(pieces, 1), torch.cat(rows, 1))
@@ -62,6 +66,13 @@ def test_modules_that_convolve_along_the_sequence_need_segments(monkeypatch: pyt
     monkeypatch.setattr(general, "_by_samples", lambda *_: None)
     with pytest.raises(UsageError, match=r"packs of Lfm2VlForConditionalGeneration differ from their samples \(pos"):
         packed(any_model("lfm2_vl"))
+
+
+def test_a_proof_without_images_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_image", lambda model: None)
+    for _ in range(2):  # also if it is remembered
+        with pytest.warns(UserWarning, match="LlavaForConditionalGeneration were proven with text alone"):
+            packed(any_model("llava")).remove()
 
 
 def test_masks_are_those_of_transformers_within_samples() -> None:

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _log = logging.getLogger("vlmdata.integrations.proof")
 #: Largest difference that counts as rounding in float32, relative to the largest logit or to the norm of gradients.
 TOLERANCE = 1e-4
 #: Part of the key of remembered verdicts: what was computed for them.
-_FORMAT = 1
+_FORMAT = 2
 #: What a way does to a model, as a context.
 Way = Callable[[Any], AbstractContextManager[Any]]
 
@@ -54,9 +55,24 @@ def verdict_of(inner: Any, small: Callable[[Any], Any], ways: dict[str, Way]) ->
         small: Makes the configuration of a small model of a configuration.
         ways: The ways to try, by name.
 
+    Returns:
+        The verdict. A warning says if it is of text alone.
+
     Raises:
         UsageError: If no small model can be made or computed.
     """
+    found = _verdict(inner, small, ways)
+    if found.way and not found.images:
+        warnings.warn(
+            f"packed: packs of {type(inner).__name__} were proven with text alone, because no pixels could be made for "
+            "its small model. Compare the losses of a pack with images and of its samples before you train.",
+            stacklevel=4,
+        )
+    return found
+
+
+def _verdict(inner: Any, small: Callable[[Any], Any], ways: dict[str, Way]) -> Verdict:
+    """Returns the remembered verdict, or proves the ways and remembers it."""
     name = type(inner).__name__
     try:
         config = small(inner.config)
@@ -277,6 +293,11 @@ def _images(model: Any, vision: Any, taken: Any) -> Iterator[dict[str, torch.Ten
         side = 2 * vision.pooling_kernel_size
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
         yield {"pixel_values": torch.randn(1, side**2, 3 * patch**2), "image_position_ids": places[None]}
+        return
+    if "spatial_shapes" in taken:
+        side = 2 * int(getattr(model.config, "downsample_factor", 1))
+        pixels = {"pixel_values": torch.randn(1, side**2, 3 * patch**2), "spatial_shapes": torch.tensor([[side, side]])}
+        yield pixels | {"pixel_attention_mask": torch.ones(1, side**2, dtype=torch.long)}
         return
     size = getattr(vision, "image_size", None) or 4 * patch
     height, width = (size, size) if isinstance(size, int) else (int(each) for each in size)
