@@ -303,7 +303,8 @@ def _images(model: Any, vision: Any, taken: Any) -> Iterator[dict[str, torch.Ten
     height, width = (size, size) if isinstance(size, int) else (int(each) for each in size)
     sizes = {"image_sizes": torch.tensor([[height, width]])}
     for shape in ((1, 3, height, width), (1, 1, 3, height, width)):
-        yield {"pixel_values": torch.randn(shape)} | (sizes if "image_sizes" in taken else {})
+        for more in (sizes, {}) if "image_sizes" in taken else ({},):  # encoders of some kinds alone take sizes
+            yield {"pixel_values": torch.randn(shape)} | more
 
 
 def _wanted(function: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
