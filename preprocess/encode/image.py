@@ -28,7 +28,7 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
         RowRejected: If the image cannot be used.
     """
     try:
-        pixels, origin = used_pixels(part, config)
+        pixels, origin = used_pixels(part, config, what)
         height, width = pixels.shape[:2]
         views = _views(height, width, part, family, config.bounds(family), what)
     except MediaError as error:
@@ -48,13 +48,15 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
     return tuple(made)
 
 
-def used_pixels(part: ImagePart, config: ImageConfig) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
+def used_pixels(part: ImagePart, config: ImageConfig, what: str) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
     """Decodes an image. Returns the pixels of it that are used, uint8 (H, W, 3), and the facts of its file.
+
+    ``what`` names it in messages.
 
     Raises:
         MediaError: If the image cannot be used.
     """
-    decoded = decode_image(part.data, config.max_source_pixels, part.field)
+    decoded = decode_image(part.data, config.max_source_pixels, what)
     return _used(decoded.memory, part), _origin(decoded) | _used_part(part)
 
 

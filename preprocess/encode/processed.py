@@ -99,7 +99,7 @@ def processed(
                 "max_pixels, resized_height and resized_width",
             )
         try:
-            used, origin = used_pixels(part, config.image)
+            used, origin = used_pixels(part, config.image, part.field)
         except MediaError as error:
             raise RowRejected(error.reason, error.message) from error
         pixels.append(used)

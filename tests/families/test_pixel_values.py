@@ -41,7 +41,7 @@ def all_values(made: Family) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@pytest.mark.parametrize("name", sorted({*REGISTRY} - {"processor"}))  # whose rows are no pixels
 def test_all_values_of_all_channels(name: str, dtype: torch.dtype) -> None:
     made = family(name)
     patches = all_values(made)

@@ -12,7 +12,7 @@ from tests.loader.synthetic import DESCRIBED, describe
 from tests.media.video.clips import clip
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.manifest import ShardInfo
+from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import sample_key, shard_name
 from vlmdata.format.shard import EncodedItem, ShardWriter
 from vlmdata.preprocess.chat.tokenizer import load_tokenizer
@@ -46,7 +46,7 @@ def write_clips(folder: Path, like: Path, family: str = "qwen3_5") -> Path:
         rows += [_row(writer, encoder.encode(each), number) for number, each in enumerate(conversations())]
         size, sha256 = writer.close()
     before = vars(VlmDataset(like).manifest)
-    kept = {name: value for name, value in before.items() if name not in DESCRIBED}
+    kept = {name: before[name] for name in Manifest.__dataclass_fields__ if name not in DESCRIBED}
     return describe(folder, rows, [ShardInfo(shard_name(0), 0, len(rows), len(rows), 0, size, sha256)], **kept)
 
 

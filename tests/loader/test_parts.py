@@ -44,7 +44,8 @@ def test_what_is_asked_for_is_there_and_equal_and_nothing_else(chat: Path, parts
 
 def fields_of(batch: PackedBatch) -> list[str]:
     assert not any(name.startswith("video") for name in batch.tensors())  # there are none in this data
-    return [name for name in batch.__dataclass_fields__ if name != "context_parallel" and not name.startswith("video")]
+    others = ("context_parallel", "headers")  # of slices, and of processors' tensors
+    return [name for name in batch.__dataclass_fields__ if name not in others and not name.startswith("video")]
 
 
 def bytes_read(data: Path, **options: Any) -> int:

@@ -174,7 +174,7 @@ class SampleDescriber:
             key=row.key,
             index=i,
             source_row=row.source_row,
-            source=", ".join(filter(None, (source_of_row(dataset.manifest.source, row.source_row), place))),
+            source=_with_place(source_of_row(dataset.manifest.source, row.source_row), place),
             shard=dataset.shard_path(row.shard).name,
             offset=row.placement.offset,
             size=row.placement.size,
@@ -207,6 +207,14 @@ class SampleDescriber:
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
         text = ids[mask] if mask.any() else ids[~np.isin(ids, info.all_placeholders)]
         return self.texts.decode(text[:_FIRST_TOKENS].tolist()).strip()
+
+
+def _with_place(source: str, place: str) -> str:
+    """Adds the place of a row to its source, which may end in the name of its file already."""
+    file = place.partition(", ")[0]
+    if file and source.endswith(f": {file}"):
+        return source + place.removeprefix(file)
+    return ", ".join(filter(None, (source, place)))
 
 
 def describe_sample(dataset: VlmDataset, which: int | str) -> SampleDescription:
