@@ -1,6 +1,7 @@
 """Runs train.py in this process and records where the time until its first step goes, for `cold_start.py`.
 
     python benchmarks/start_probe.py REPORT.json STEPS -- --data DIR --preset 2b …
+    START_PROBE_WITHOUT=small_gradients,weight_copies python benchmarks/start_probe.py …
 
 It ends the process after so many steps, without the final checkpoint. The report has seconds since the start of the
 process for each phase, each compilation of Triton (kernel, seconds, whether it was cached) and of FlashAttention 4 (in
@@ -26,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 TICKS = os.sysconf("SC_CLK_TCK")
+#: Pieces of the trainer that are switched off: ahead, small_gradients, weight_copies.
+WITHOUT = set(filter(None, os.environ.get("START_PROBE_WITHOUT", "").split(",")))
 BORN = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / TICKS  # seconds after boot
 
 
@@ -156,6 +159,7 @@ class Probe:
         from vlmdata.model.training.step import Stepper
 
         self.mark("imports of megatron-core and Transformer Engine")
+        switch_off(WITHOUT - {"ahead"})
         self.after(loop, "architecture_of", "process groups")
         self.after(loop, "open_loader", "data opened and planned")
         self.after(loop, "build", "model built")
@@ -199,10 +203,30 @@ class Probe:
         os._exit(0)
 
 
+def switch_off(pieces: set[str]) -> None:
+    """Replaces pieces of the trainer by what megatron-core and Triton do without them."""
+    if unknown := pieces - {"ahead", "small_gradients", "weight_copies"}:
+        raise SystemExit(f"START_PROBE_WITHOUT: unknown {min(unknown)}")
+    if "ahead" in pieces:
+        import vlmdata.model.training.kernels as kernels
+
+        kernels.compile_ahead = lambda config: None
+    if pieces - {"ahead"}:
+        from megatron.core.distributed import DistributedDataParallel
+
+        import vlmdata.model.training.optimizer.learner as learner
+
+        if "small_gradients" in pieces:
+            learner.GradientBuffers = DistributedDataParallel  # type: ignore[misc, assignment]
+        if "weight_copies" in pieces:
+            learner.copy_weights_at_once = lambda optimizer: None
+
+
 def main() -> None:
     report, steps, separator, *arguments = sys.argv[1:]
     assert separator == "--"
     probe = Probe(Path(report), int(steps))
+    switch_off(WITHOUT & {"ahead"})
     import vlmdata.model.parallel.environment as environment
 
     prepare = environment.before_megatron

@@ -196,6 +196,18 @@ def test_no_file_of_ours_is_longer_than_one_idea() -> None:
     assert not long
 
 
+def test_the_top_level_shows_the_architecture() -> None:
+    """Also that no dataset or run that somebody tried is part of the project."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    folders = {name.split("/")[0] for name in listed if "/" in name and not name.startswith(".")}
+    assert folders == {
+        *("vlmdata", "preprocess", "model", "tests"),  # train.py and pyproject.toml beside them
+        *("benchmarks", "docs", "examples", "requirements", "tools"),
+    }
+
+
 def test_the_lock_names_no_host() -> None:
     lock = (ROOT / "requirements" / "lock.txt").read_text()
     assert "torch==" in lock

@@ -132,7 +132,11 @@ def test_an_interrupted_join_is_continued_and_another_is_refused(
     assert not (out / "manifest.json").exists()
     with pytest.raises(ConfigMismatchError, match="an unfinished join of other datasets"):
         join(two[1], two[0], out=out)
+    (out / "tokenizer").mkdir(exist_ok=True)
+    left = out / "tokenizer" / ".tokenizer.json.123.tmp"  # of a join that was killed there
+    left.write_text("half")
     join(*two, out=out)
+    assert not left.exists()
     assert verify_dataset(out).faults == []
     with pytest.raises(ConfigMismatchError, match=r"has index\.parquet, manifest\.json"):
         join(*two, out=out)

@@ -18,28 +18,48 @@ _ONE_AXIS = (*MARK_IMAGES, *INTERNVL_DECODERS)
 
 def keep_apart(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook of a decoder, with keywords: if the positions are of a pack, every layer gets its boundaries."""
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions is None or kwargs.get("past_key_values") is not None or isinstance(mask, dict):
+    row = None if isinstance(kwargs.get("attention_mask"), dict) else row_of_pack(kwargs)
+    segments = None if row is None else _segments(decoder, row[0], kwargs)
+    if row is None or segments is None:
         return None
-    if positions.ndim == 3 and len(positions) != 4:
-        return None  # three rows do not say where samples begin: transformers takes them for one sample, too
-    row = positions[0] if positions.ndim == 3 else positions
-    if mask is not None and (mask.ndim != 2 or not mask.all()):
-        return None  # a padded row, whose positions rise by other steps
-    if len(row) > 1 and bool((row.diff() != 1).any()):
-        raise UsageError(f"packed: position_ids are of packs in {len(row)} rows. Pass each pack in a call of its own.")
-    segments = _segments(decoder, row[0], kwargs) if len(row) == 1 else None
-    if segments is None:
-        return None
-    if mask is not None or kwargs.get("use_cache"):
-        raise UsageError(
-            f"packed: position_ids are of a pack of {len(segments.lengths)} segments, but attention_mask or use_cache "
-            "is set, with which transformers mixes samples. Pass neither."
-        )
+    refuse_mask(kwargs, segments)
+    positions = kwargs["position_ids"]
     if positions.ndim == 2 and decoder.config.model_type not in _ONE_AXIS:
         positions = row.expand(4, 1, -1)
     kwargs = kwargs | {"use_cache": False, "position_ids": positions}
     return args, kwargs | _boundaries(decoder.config.get_text_config(), row, segments, kwargs)
+
+
+def row_of_pack(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Returns the positions within segments, (1, T), if the arguments of a call may be of a pack.
+
+    Raises:
+        UsageError: If several rows are packs.
+    """
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions is None or kwargs.get("past_key_values") is not None:
+        return None
+    if positions.ndim == 3 and len(positions) != 4:
+        return None  # three rows do not say where samples begin: transformers takes them for one sample, too
+    row: torch.Tensor = positions[0] if positions.ndim == 3 else positions
+    if mask is not None and not isinstance(mask, dict) and (mask.ndim != 2 or not mask.all()):
+        return None  # a padded row, whose positions rise by other steps
+    if len(row) > 1 and bool((row.diff() != 1).any()):
+        raise UsageError(f"packed: position_ids are of packs in {len(row)} rows. Pass each pack in a call of its own.")
+    return row if len(row) == 1 else None
+
+
+def refuse_mask(kwargs: dict[str, Any], segments: Segments) -> None:
+    """Refuses arguments with which transformers would mix the segments of a pack.
+
+    Raises:
+        UsageError: If there is a mask or a cache.
+    """
+    if kwargs.get("attention_mask") is not None or kwargs.get("use_cache"):
+        raise UsageError(
+            f"packed: position_ids are of a pack of {len(segments.lengths)} segments, but attention_mask or use_cache "
+            "is set, with which transformers mixes samples. Pass neither."
+        )
 
 
 def _segments(decoder: Any, row: torch.Tensor, kwargs: dict[str, Any]) -> Segments | None:

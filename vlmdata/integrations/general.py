@@ -17,6 +17,7 @@ import torch
 
 from vlmdata.errors import UsageError
 from vlmdata.integrations import proof
+from vlmdata.integrations.boundaries import refuse_mask, row_of_pack
 from vlmdata.integrations.reduced import reduced_of_any
 from vlmdata.integrations.segments import Segments
 
@@ -90,22 +91,11 @@ def _prepare(inner: Any, way: str) -> ExitStack:
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, vlmdata_way: str) -> Any:
     """Pre-hook of the model around the decoder, with keywords."""
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions is None or kwargs.get("past_key_values") is not None or (positions.ndim == 3 and len(positions) != 4):
-        return None
-    row = positions[0] if positions.ndim == 3 else positions
-    if mask is not None and not isinstance(mask, dict) and (mask.ndim != 2 or not mask.all()):
-        return None  # a padded row
-    if len(row) > 1 and bool((row.diff() != 1).any()):
-        raise UsageError(f"packed: position_ids are of packs in {len(row)} rows. Pass each pack in a call of its own.")
-    segments = Segments.of(row[0]) if len(row) == 1 else None
+    row = row_of_pack(kwargs)
+    segments = None if row is None else Segments.of(row[0])
     if segments is None:
         return None
-    if mask is not None or kwargs.get("use_cache"):
-        raise UsageError(
-            f"packed: position_ids are of a pack of {len(segments.lengths)} segments, but attention_mask or use_cache "
-            "is set, with which transformers mixes samples. Pass neither."
-        )
+    refuse_mask(kwargs, segments)
     kwargs = kwargs | {"use_cache": False}
     runs = _RUNS[vlmdata_way]
     return args, kwargs if runs is None else kwargs | {"attention_mask": _masks(model, segments, runs, kwargs)}
